@@ -18,7 +18,7 @@ import itertools
 import threading
 from bisect import bisect_right
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from typing import NamedTuple, TypeVar
 
@@ -26,7 +26,7 @@ import torch
 
 from offload.aio.protocols import Future, wait_for_all
 from offload.layout.flat_layout import ALIGNMENT
-from offload.sizes import KIB, MIB
+from offload.sizes import KIB, MIB, PAGE, align_up
 from offload.swapper.memory.device import Device, Event
 from offload.swapper.memory.host_arena import HostBuffer
 from offload.swapper.memory.lock import InterruptibleLock
@@ -568,6 +568,22 @@ def windows(borders: Sequence[int], starts: Sequence[int], numel: int) -> tuple[
     return tuple(ranges)
 
 
+def _pages_of(changed: Iterable[range], itemsize: int, first: int, nbytes: int) -> list[range]:
+    """Returns the bytes of a window in all pages with `changed` elements: disjoint ranges in ascending order.
+
+    The window has `nbytes` from byte `first` of the gradient on.
+    """
+    pages: list[range] = []
+    for elements in sorted(changed, key=lambda some: some.start):
+        start = max((first + elements.start * itemsize) // PAGE * PAGE - first, 0)
+        stop = min(align_up(first + elements.stop * itemsize) - first, nbytes)
+        if pages and start <= pages[-1].stop:
+            pages[-1] = range(pages[-1].start, max(pages[-1].stop, stop))
+        else:
+            pages.append(range(start, stop))
+    return pages
+
+
 class DiskSpill:
     """The gradients of some units, in host buffers and a scratch file.
 
@@ -595,21 +611,32 @@ class DiskSpill:
         self._free = list(host_buffers)
         self._here: dict[tuple[int, int], HostBuffer] = {}
         """Windows whose newest bytes are in a host buffer only, by unit and number; oldest first."""
-        self._writing: dict[tuple[int, int], tuple[HostBuffer, Future]] = {}
-        """Windows whose write is in flight; the buffer must not change until its future is done."""
+        self._changed: dict[tuple[int, int], list[range]] = {}
+        """Windows in a host buffer that the file has as well, except for these elements."""
+        self._writing: dict[tuple[int, int], tuple[HostBuffer, list[Future]]] = {}
+        """Windows whose writes are in flight; the buffer must not change until its futures are done."""
         self._written: set[tuple[int, int]] = set()
 
     def __contains__(self, unit: int) -> bool:
         return unit in self._windows
 
-    def part(self, unit: int, start: int, stop: int) -> torch.Tensor:
-        """Returns elements [start, stop) of a unit's gradient, all in one window, to be used before the next call."""
+    def part(self, unit: int, start: int, stop: int, changed: Sequence[range] | None = None) -> torch.Tensor:
+        """Returns elements [start, stop) of a unit's gradient, all in one window, to be used before the next call.
+
+        The caller changes no elements but `changed`, ranges counted from `start`; None for any. If the file has the
+        window, only pages with such elements are written again.
+        """
         # The last window that begins at or before `start`.
         number = bisect_right(self._windows[unit], start, key=lambda window: window.start) - 1
         window = self._windows[unit][number]
         assert window.start <= start and stop <= window.stop
         with self._locked():
             host_buffer = self._fetch((unit, number))
+            if changed is None:
+                self._changed.pop((unit, number), None)
+            elif (unit, number) in self._changed:
+                at = start - window.start
+                self._changed[unit, number] += [range(at + some.start, at + some.stop) for some in changed]
         # any thread: the window stays here without the lock. Only the next call, or `flush`, starts to write it.
         return host_buffer.tensor(torch.uint8)[: len(window) * self._dtype.itemsize].view(self._dtype)[
             start - window.start : stop - window.start
@@ -636,13 +663,14 @@ class DiskSpill:
                 self._end_write(key)
             for key in [key for key in self._here if key[0] == unit]:
                 self._free.append(self._here.pop(key))
+                self._changed.pop(key, None)
             # So the unit's next gradient does not read back the bytes of this step.
             self._written = {key for key in self._written if key[0] != unit}
 
     def close(self) -> None:
         """Waits for writes in flight, whose errors no longer matter, and frees the space on the drives."""
         with self._lock:
-            wait_for_all(future for _, future in self._writing.values())
+            wait_for_all(future for _, futures in self._writing.values() for future in futures)
             self.scratch.close()
 
     @contextlib.contextmanager
@@ -662,9 +690,10 @@ class DiskSpill:
         if key in self._here:
             return self._here[key]
         if key in self._writing:
-            host_buffer, future = self._writing[key]
+            host_buffer, futures = self._writing[key]
             with self._waits("write"):
-                future.wait()  # a write's buffer may not change before its end
+                for future in futures:
+                    future.wait()  # a write's buffer may not change before its end
             del self._writing[key]
         else:
             host_buffer = self._take()
@@ -676,6 +705,8 @@ class DiskSpill:
         for window in list(self._here):
             self._write(window)
         self._here[key] = host_buffer
+        if key in self._written:
+            self._changed[key] = []
         return host_buffer
 
     def _take(self) -> HostBuffer:
@@ -689,14 +720,19 @@ class DiskSpill:
         return self._free.pop()
 
     def _write(self, key: tuple[int, int]) -> None:
-        host_buffer = self._here.pop(key)
-        future = self.scratch.write(key[0], self._offset(key), host_buffer.buffer[: self._nbytes(key)])
-        self._writing[key] = (host_buffer, future)
+        host_buffer, first, nbytes = self._here.pop(key), self._offset(key), self._nbytes(key)
+        changed = self._changed.pop(key, None)
+        parts = [range(nbytes)] if changed is None else _pages_of(changed, self._dtype.itemsize, first, nbytes)
+        self._writing[key] = (host_buffer, [])
+        for part in parts:
+            written = self.scratch.write(key[0], first + part.start, host_buffer.buffer[part.start : part.stop])
+            self._writing[key][1].append(written)
         self._written.add(key)
 
     def _end_write(self, key: tuple[int, int]) -> None:
-        host_buffer, future = self._writing[key]
-        future.wait()
+        host_buffer, futures = self._writing[key]
+        for future in futures:
+            future.wait()
         del self._writing[key]
         self._free.append(host_buffer)
 

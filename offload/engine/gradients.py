@@ -387,28 +387,33 @@ class HostGradients:
         else:
             self._kept.get(unit, {}).pop(segment, None)
 
-    def values(self, unit: int, start: int, stop: int) -> torch.Tensor:
-        """Returns elements [start, stop) of a unit's host buffer or window, valid until the next call."""
+    def values(self, unit: int, start: int, stop: int, changed: Sequence[range] | None = None) -> torch.Tensor:
+        """Returns elements [start, stop) of a unit's host buffer or window, valid until the next call.
+
+        `changed` as in `DiskSpill.part`.
+        """
         if unit in self._wide:
             return self._wide[unit][start:stop]
-        return self._spill.part(unit, start, stop) if unit in self._spill else self._memory[unit][start:stop]
+        if unit in self._spill:
+            return self._spill.part(unit, start, stop, changed)
+        return self._memory[unit][start:stop]
 
-    def sum(self, unit: int, start: int, numel: int) -> Sum:
-        """Returns the sum of gradients in elements [start, start + numel), valid until the next call."""
+    def sum(self, unit: int, start: int, numel: int, changed: Sequence[range] | None = None) -> Sum:
+        """Returns the sum of gradients in elements [start, start + numel), valid until the next call; see `values`."""
         total = None if unit in self._wide else self._sums.get((unit, start, numel))
         if total is None:
-            total = Sum(self.values(unit, start, start + numel))
+            total = Sum(self.values(unit, start, start + numel, changed))
             # A window moves, and wide memory is freed; a host buffer stays.
             if unit not in self._spill and unit not in self._wide:
                 self._sums[unit, start, numel] = total
         return total
 
-    def round(self, unit: int, start: int, numel: int) -> list[float]:
+    def round(self, unit: int, start: int, numel: int, changed: Sequence[range] | None = None) -> list[float]:
         """Rounds elements [start, start + numel) of a sum in its memory; returns the sum of squares of each chunk."""
         if self._rounded is None:
             self._rounded = torch.empty(CHUNK, dtype=self._dtypes.values, device="cpu")
         squares = []
-        for values in self.values(unit, start, start + numel).split(CHUNK):
+        for values in self.values(unit, start, start + numel, changed).split(CHUNK):
             rounded = self._rounded[: len(values)]
             squares.append(kernels.accumulate(rounded, values, add=False))
             kernels.accumulate(values, rounded, add=False)
@@ -577,10 +582,42 @@ class GradientAccumulator:
     @uninterrupted
     def _add(self, unit: int, segment: int, gradient: torch.Tensor, alone: bool) -> None:
         """Stores or adds a gradient of this process. `ReduceScatterAccumulator` first collects a unit."""
+        if gradient.layout is torch.sparse_coo:
+            if self._adds_rows(unit, segment, gradient):
+                self._add_rows(unit, segment, gradient.detach().coalesce())
+                return
+            gradient = gradient.to_dense()
         if alone and self._may_keep(unit, segment, gradient):
             self._keep_whole(unit, segment, flat(gradient))
         elif self._layouts[unit].segments[segment].numel:
             self.put(unit, segment, 0, flat(gradient))
+
+    def _adds_rows(self, unit: int, segment: int, gradient: torch.Tensor) -> bool:
+        """Returns True if a sparse gradient of rows is to be added to a gradient on DISK, which the host adds up."""
+        on_disk = self._host.spills(unit) and not self._is_new(unit, segment, 0) and not self._has_totals(unit)
+        return on_disk and gradient.sparse_dim() == gradient.dense_dim() == 1 and gradient.dtype in SUMMED
+
+    def _add_rows(self, unit: int, segment: int, gradient: torch.Tensor) -> None:
+        """Adds rows to a gradient on DISK: of each window, only pages with these rows are written again.
+
+        Other rows keep their bits. Where gradients wait in memory, zeros are added to them, which changes -0 alone: no
+        gradient of a piece contains it (`vocabulary.pieces`).
+        """
+        self._await_update(unit)
+        complete = self._callbacks.is_last_micro_batch()
+        rows, values = gradient.indices()[0], gradient.values()
+        width, numel = values.shape[1], gradient.numel()
+        for first in range(0, numel, CHUNK):
+            last = min(first + CHUNK, numel)
+            start, stop = first // width, -(-last // width)  # the rows with elements in the chunk
+            inside = (start <= rows) & (rows < stop)
+            if inside.any():
+                some = values.new_zeros(stop - start, width)
+                some[rows[inside] - start] = values[inside]
+                ends = [(max(row * width, first), min(row * width + width, last)) for row in rows[inside].tolist()]
+                changed = [range(begin - first, end - first) for begin, end in ends]
+                chunk = some.view(-1)[first - start * width : last - start * width]
+                self._accumulate(unit, segment, first, chunk, False, complete, changed=changed)
 
     def _may_keep(self, unit: int, segment: int, gradient: torch.Tensor) -> bool:
         """Returns True if a gradient that is `alone` can wait for its update as it is.
@@ -774,8 +811,12 @@ class GradientAccumulator:
         new: bool,
         complete: bool,
         summed: bool = False,
+        changed: Sequence[range] | None = None,
     ) -> None:
-        """Stores or adds `values` on the host, and sums their squares unless they are `summed` already."""
+        """Stores or adds `values` on the host, and sums their squares unless they are `summed` already.
+
+        If only elements in the ranges `changed` of one chunk are not zero, the others are not written again.
+        """
         start = self._start(unit, segment, first)
         numel = values.numel()  # `len` of a tensor is slow Python
         with self._lock:
@@ -791,12 +832,14 @@ class GradientAccumulator:
             # with any chunk.
             step = CHUNK if self._host.spills(unit) else max(numel, 1)
             rounds = self.dtypes.rounds and self._host.is_wide(unit)
+            if rounds and complete and self._squares[unit].get((segment, first)) is None:
+                changed = None  # every element of a sum that is not rounded yet may change
             for done in range(0, numel, step):
                 some = values[done : done + step]
-                total = self._host.sum(unit, start + done, some.numel())
+                total = self._host.sum(unit, start + done, some.numel(), changed)
                 squares: Sequence[Squares] = total.accumulate(some, add=not new, chunk=CHUNK)
                 if rounds and complete:
-                    squares = self._host.round(unit, start + done, some.numel())
+                    squares = self._host.round(unit, start + done, some.numel(), changed)
                 elif rounds:
                     squares = [None] * len(squares)
                 if not summed:

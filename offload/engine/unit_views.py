@@ -336,13 +336,17 @@ class UnitViews:
     def _take(self, index: int) -> Binding:
         """Pins a unit. While the device has no room, `_give_way` releases one dispensable unit after the other."""
         self._sweep()
+        safe = True
         while True:
             try:
-                memory = self._pager.acquire(index)
+                memory = self._pager.acquire(index, safe=safe)
                 break
             except BudgetError:
                 if not self._give_way():
-                    raise
+                    if not safe:
+                        raise
+                    # A view that the user holds is in the way. The companions may still find room when they come.
+                    safe = False
         pager = self._pager
         viewed = pager.arena.viewed(memory, self._units[index].places)
         binding = self.bindings[viewed.address] = Binding(index, viewed, pager.updates(index), pager.waits(index))

@@ -262,8 +262,10 @@ class ParameterSegment(NamedTuple):
         return self.start + self.numel
 
 
-IN_FILES = "in files"
-"""End of the name of a unit that stays in the model's own files, beside another unit of the same module."""
+IN_FILES, IN_FP32 = "in files", "in fp32"
+"""Ends of the names of units of a module beside others: of one that stays in the model's own files, or in fp32."""
+ROOT = "the root"
+"""Name of the root module's unit where another word follows."""
 
 
 class UnitLayout(NamedTuple):
@@ -289,8 +291,9 @@ class UnitLayout(NamedTuple):
 
     @property
     def module(self) -> str:
-        """The unit's name, which a unit in files shares with that of its module's other weights."""
-        return self.name.removesuffix(IN_FILES).rstrip() if self.in_files else self.name
+        """The name of the module whose forward needs the unit, or of the part of a parameter that is the unit."""
+        name = self.name.removesuffix(IN_FILES).rstrip() if self.in_files else self.name
+        return name.removesuffix(IN_FP32).rstrip().removeprefix(ROOT) if self.in_fp32 else name
 
     def mode_in(self, run: Mode) -> Mode:
         """Returns the mode of the unit in a run: the run's mode, or the same mode with weights in fp32."""
@@ -533,7 +536,7 @@ def layouts_of(
 
     def layout(unit: Unit) -> UnitLayout:
         parameters = [(name, model.get_parameter(name)) for name in unit.parameters]
-        name = f"{unit.name or 'the root'} in fp32" if unit.in_fp32 else unit.name
+        name = f"{unit.name or ROOT} {IN_FP32}" if unit.in_fp32 else unit.name
         # A piece of a table is stored as values.
         of_unit = {} if units.tables.keys() & set(unit.parameters) and unit.rows is not None else stored
         rows = unit.row, unit.in_fp32, unit.rows, unit.ep_size

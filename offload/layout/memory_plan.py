@@ -38,13 +38,14 @@ from offload.layout.tiers import (
     coded_gathers,
     node_shards_of,
     partitions,
+    units_together,
 )
 from offload.layout.units import Stack, Units, find_units, parameters_in_fp32
 from offload.layout.vocabulary import cut_tables
 from offload.layout.vocabulary import described as described_tables
 from offload.sizes import align_up, format_size, parse_percent
 from offload.states import State, Tier
-from offload.swapper.policy import Limits
+from offload.swapper.policy import Companions, Limits
 from offload.swapper.store.format import MAX_UNITS_OF_THREE_SLOTS
 from offload.swapper.store.model_files import InPlaceLayout
 from offload.swapper.table import UnitSize, pieces_of
@@ -504,7 +505,13 @@ def unit_sizes(
         expanded = (layout.device_numel - layout.local_numel) * itemsize
         nbytes = layout.device_numel * itemsize
         sizes.append(UnitSize(layout.name, nbytes, tiers[State.WEIGHT], shard_nbytes, pieces, expanded, gathered))
-    return sizes
+    companions: dict[int, list[Companions]] = {}
+    for units, others in units_together(layouts):
+        moving = [(unit, sizes[unit].nbytes) for unit in units if not sizes[unit].device_resident]
+        largest = max((sizes[unit].nbytes for unit in others if not sizes[unit].device_resident), default=0)
+        for unit, _ in moving:
+            companions.setdefault(unit, []).append(Companions(tuple(o for o in moving if o[0] != unit), largest))
+    return [replace(size, companions=tuple(companions.get(unit, ()))) for unit, size in enumerate(sizes)]
 
 
 def limits(config: Config, mode: Mode) -> Limits:

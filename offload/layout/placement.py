@@ -5,7 +5,6 @@ Pure functions; `initialize` carries out their decisions.
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
@@ -160,7 +159,7 @@ def device_fixed(parts: Partitions, tiers: TierMap) -> int:
 
 def least_holds(parts: Partitions) -> str:
     """Returns in words what the smallest device budget holds."""
-    largest = "the largest unit" + (", for experts with the rest of their layer," if parts.around else "")
+    largest = "the largest unit" + (", with those that are there at the same time," if parts.together else "")
     if parts.whole_gradients:
         return (
             f"it must hold the states stored there, {largest} and {format_size(parts.reduction_nbytes)} for the "
@@ -204,27 +203,25 @@ def moving(parts: Partitions, tiers: TierMap) -> list[int]:
 
 
 def largest_moving(parts: Partitions, tiers: TierMap) -> int:
-    """Returns the bytes of the largest unit that is paged; 0 if none is."""
-    # A module needs its weights in files together with its other weights, and those in fp32 together with all others.
-    sizes: tuple[Counter[str], Counter[str]] = (Counter(), Counter())
-    for unit, size in enumerate(moving(parts, tiers)):
-        in_fp32 = bool(parts.in_fp32) and parts.in_fp32[unit]
-        sizes[in_fp32][parts.modules[unit] if parts.modules else str(unit)] += size
-    return sum(max(of_kind.values(), default=0) for of_kind in sizes)
+    """Returns the bytes of the largest unit that is paged, or of all that a module has of its own; 0 if none is."""
+    nbytes = moving(parts, tiers)
+    return max([*nbytes, *(sum(nbytes[unit] for unit in each.units) for each in parts.together)], default=0)
 
 
 def _least_moving(parts: Partitions, tiers: TierMap) -> int:
     """Returns the bytes of the paged units that are on the device together; 0 if none is paged.
 
-    Experts need the rest of their layer beside them. On several ranks that is beside any unit that another rank uses.
+    Units inside of a module need its own beside them. On several ranks these are beside any unit of another rank.
     """
     nbytes, largest = moving(parts, tiers), largest_moving(parts, tiers)
-    layers = dict[int, int]()  # the rest of the layer of each unit of experts
-    for unit, outer in parts.around:
-        layers[unit] = layers.get(unit, 0) + nbytes[outer]
+    sums = [
+        (sum(nbytes[unit] for unit in units), max(nbytes[other] for other in others))
+        for units, others in parts.together
+        if others
+    ]
     if not parts.alone:
-        return largest + max(layers.values(), default=0)
-    return max([largest, *(nbytes[unit] + rest for unit, rest in layers.items())])
+        return largest + max((around for around, _ in sums), default=0)
+    return max([largest, *(around + other for around, other in sums)])
 
 
 # -- machine -------------------------------------------------------------------------------------------
@@ -357,7 +354,7 @@ def divide_device(
     else:
         check_room(parts.node, least, machine.free_host if machine.host_addressable else machine.free_device)
         # By default the arena begins small and grows once the first step has shown the memory of the activations.
-        room = most = min(_DEVICE_UNITS * largest, live)
+        room = most = max(together, min(_DEVICE_UNITS * largest, live))
         if machine.host_addressable:  # the host budget, activations and gradients share this memory
             share = int(_ARENA_SHARE * max(machine.free_host - sum(beside_budgets(parts)), 0)) // PAGE * PAGE
             gathered = request.keeps_weights and not parts.alone

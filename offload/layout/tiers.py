@@ -23,6 +23,7 @@ from offload.kernels.blocks import BLOCK_FORMATS, BlockFormat
 from offload.layout.flat_layout import WORD, UnitLayout
 from offload.layout.modes import Mode
 from offload.layout.optimizer_states import NO_WHOLE_SIZES, WholeSizes, whole_sizes
+from offload.layout.units import modules_around
 from offload.sizes import GIB, MIB, PAGE, align_up, count_of, format_size
 from offload.states import State, Tier
 from offload.swapper.memory.host_arena import PinnedRegions
@@ -278,6 +279,15 @@ class GradientDtypes(NamedTuple):
         return self.rounds and self.stored is self.values
 
 
+class Together(NamedTuple):
+    """Units that are on the device at the same time."""
+
+    units: tuple[int, ...]
+    """Units of a module and of those around it."""
+    others: tuple[int, ...] = ()
+    """Units of modules inside, such as experts, of which one at a time joins them."""
+
+
 TierMap = tuple[Mapping[State, Tier], ...]
 """For each unit the tier of each state that this rank holds; for GRAD, the tier where it waits for its update."""
 
@@ -321,10 +331,8 @@ class Partitions:
     """Most bytes of weights of units that are gathered by one collective; 0 for one unit at a time."""
     in_fp32: tuple[bool, ...] = ()
     """True for each unit whose weights stay in fp32."""
-    around: tuple[tuple[int, int], ...] = ()
-    """Pairs of a unit of experts and the unit that its layer has besides, which is on the device meanwhile."""
-    modules: tuple[str, ...] = ()
-    """`UnitLayout.module` of each unit; empty if no unit is in the model's own files."""
+    together: tuple[Together, ...] = ()
+    """Units that are on the device at the same time; see `units_together`."""
 
     @property
     def gradient_dtype(self) -> torch.dtype:
@@ -505,24 +513,28 @@ def partitions(
         if reduction is not None and reduction.whole
         else (),
         in_fp32=tuple(layout.in_fp32 for layout in layouts),
-        around=tuple(_around(layouts)),
-        modules=tuple(layout.module for layout in layouts) if any(layout.in_files for layout in layouts) else (),
+        together=units_together(layouts),
     )
 
 
-def _around(layouts: Sequence[UnitLayout]) -> Iterable[tuple[int, int]]:
-    """Yields each unit of experts with each unit of the innermost module around them, if there is one."""
-    units: dict[str, list[int]] = {}
+def units_together(layouts: Sequence[UnitLayout]) -> tuple[Together, ...]:
+    """Returns the sets of two units or more that are on the device at the same time.
+
+    A module needs all of its units: its weights in files, those in fp32 and all others. While it runs, those of the
+    modules around it stay.
+    """
+    of_module: dict[str, list[int]] = {}
     for unit, layout in enumerate(layouts):
-        units.setdefault(layout.module, []).append(unit)
-    for unit, layout in enumerate(layouts):
-        stack = layout.segments[0].stack if layout.segments else ""
-        # The units of a table in pieces have the name of its parameter.
-        module = layout.module if stack and not layout.module.startswith(f"{stack}[") else ""
-        while module := module.rpartition(".")[0]:
-            if module in units:
-                yield from ((unit, outer) for outer in units[module])
-                break
+        of_module.setdefault(layout.module, []).append(unit)
+    enclosing = {outer for module in of_module for outer in modules_around(module)}
+    sets: dict[tuple[int, ...], list[int]] = {}
+    for module, units in of_module.items():
+        around = [unit for outer in modules_around(module) for unit in of_module.get(outer, ())]
+        if len(units) > 1:
+            sets.setdefault(tuple(sorted([*around, *units])), [])
+        elif around and module not in enclosing:
+            sets.setdefault(tuple(sorted(around)), []).append(units[0])
+    return tuple(Together(units, tuple(others)) for units, others in sets.items())
 
 
 def configured(parts: Partitions, request: PlacementRequest, weight_itemsize: int) -> TierMap:

@@ -328,7 +328,8 @@ class _Statistics(torch.autograd.Function):
         )
         return _Gradients(
             of_hidden,
-            None if of_weight is None else of_weight.to(weight.dtype),
+            # -0 becomes 0, as where the zeros of a lookup are added to it. A sum from 0 on is -0 only if it is rounded.
+            of_weight if of_weight is None or weight.dtype == torch.float32 else of_weight.to(weight.dtype).add_(0.0),
             None if of_bias is None or bias is None else of_bias.to(bias.dtype),
         )
 

@@ -232,7 +232,12 @@ class Shape(NamedTuple):
         for unit, layout in enumerate(self.layouts):
             places.append(len(layouts))
             count = of_unit.get(unit, 1)
-            layouts += [layout if count == 1 else _of_experts(layout, 1, count)] * count
+            if count == 1:
+                layouts.append(layout)
+                continue
+            one, (stack, _, group) = _of_experts(layout, 1, count), layout.name.rpartition("[")
+            first, end = int(group.partition(":")[0]), group.partition("]")[2]
+            layouts += [one._replace(name=f"{stack}[{row}]{end}") for row in range(first, first + count)]
         experts = tuple(
             Experts(range(places[layer.units[0]], places[layer.units[-1]] + layer.of_unit), layer.per_token)
             for layer in self.experts

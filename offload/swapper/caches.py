@@ -30,6 +30,7 @@ from offload.swapper.policy import (
     Floor,
     Limits,
     UnitBlock,
+    company_of,
     find_room,
     largest_beside,
     next_to_fetch,
@@ -174,6 +175,8 @@ class DeviceCache:
         """Room of units that are gathered soon."""
         self._kept: list[DeviceBuffer] = []
         """Buffers of grown memory that belong to the caller of `grow`."""
+        self._offsets: dict[int, int] = {}
+        """Offset of each unit with a buffer, also while an upload into it begins, and no entry names it yet."""
         self._floors: dict[int, Floor] = {}
         """The result of `_floor_for` for each unit, until the memory grows or shrinks."""
         self._ascending = sorted(
@@ -205,27 +208,31 @@ class DeviceCache:
             "regions"
         )
 
-    def allocate(self, entry: UnitEntry, beyond: int = -1) -> DeviceBuffer | None:
+    def allocate(self, entry: UnitEntry, beyond: int = -1, safe: bool = False) -> DeviceBuffer | None:
         """Returns a device buffer for `entry`; None if there is no room. Drops released units to make room.
 
-        Only units whose next use is more than `beyond` uses away may be dropped; -1 for a use on demand.
+        Only units whose next use is more than `beyond` uses away may be dropped; -1 for a use on demand. With `safe`
+        the buffer is at no place from which the unit would leave its companions no room.
         """
-        if entry.index in self._reserved:
-            return self._reserved.pop(entry.index)
-        place = self.find_room(entry, beyond)
-        if place is None:
-            return None
-        # upload and compute streams may still use the dropped units' memory: the new buffer's `after` contains their
-        # events.
-        for unit in place.victims:
-            self.drop(self._table.entries[unit])
-        return self._arena.take_at(place.offset, entry.size.nbytes)
+        device_buffer = self._reserved.pop(entry.index, None)
+        if device_buffer is None:
+            place = self.find_room(entry, beyond)
+            if place is None or (safe and not place.safe):
+                return None
+            # upload and compute streams may still use the dropped units' memory: the new buffer's `after` contains
+            # their events.
+            for unit in place.victims:
+                self.drop(self._table.entries[unit])
+            device_buffer = self._arena.take_at(place.offset, entry.size.nbytes)
+        self._offsets[entry.index] = device_buffer.offset
+        return device_buffer
 
     def find_room(self, entry: UnitEntry, beyond: int) -> Eviction | None:
         """Returns the placement that `allocate` would choose, without any change; see `policy.find_room`."""
         floor = self._floors.get(entry.index) or self._floor_for(entry.index)
         blocks, order = self._droppable(), self._table.access_order
-        return find_room(self._arena.space, entry.size.nbytes, blocks, order, floor, beyond)
+        company = company_of(entry.size.companions, self._offsets.get)
+        return find_room(self._arena.space, entry.size.nbytes, blocks, order, floor, beyond, company)
 
     def reserve(self, units: Sequence[int]) -> bool:
         """Reserves room for exactly `units` and returns True; returns False, without effect, if the room is not free.
@@ -279,7 +286,7 @@ class DeviceCache:
         return [self._arena.view(device_buffer) for device_buffer in self._kept]
 
     def shrink(self) -> int:
-        """Drops the units in grown memory, frees that memory, and returns its bytes.
+        """Drops all units that come and go, frees grown memory, and returns its bytes.
 
         Returns 0, and changes nothing, if there is no grown memory, or if a unit in it is in use.
         """
@@ -289,7 +296,8 @@ class DeviceCache:
         uploading = any(entry.residency is Residency.UPLOADING for entry in self._table.entries)
         if not start or uploading or not all(self.idle(entry) for entry in inside):
             return 0
-        for entry in inside:
+        # Units in the first memory too: while longer memory had grown, no place there was left to their companions.
+        for entry in filter(self.idle, self._table.entries):
             self.drop(entry)
         for device_buffer in self._kept:
             self._arena.give(device_buffer, DONE, DONE)
@@ -345,6 +353,7 @@ class DeviceCache:
         # upload and compute streams: both may still use the memory, so its next owner waits for both events.
         self._arena.give(entry.device_buffer, entry.uploaded, entry.read)
         entry.device_buffer = None
+        del self._offsets[entry.index]
         # A host buffer that is kept, or the permanent device buffer of the partition, holds the newest copy. WRITING
         # means that the write of that copy to the store is still in flight.
         if entry.host_buffer is None and entry.tier_buffer is None:
@@ -391,6 +400,7 @@ class DeviceCache:
             future = read(0, self._arena.view(device_buffer).numpy().data)
         except BaseException:
             self._arena.give(device_buffer, DONE, DONE)  # nobody writes there: see `WeightSource.start_read`
+            del self._offsets[entry.index]
             raise
         entry.transfer = Transfer(None, future)
         entry.device_buffer = device_buffer
@@ -400,6 +410,11 @@ class DeviceCache:
         """Waits for the read in place of `entry` without the lock, then delivers it, like `HostCache.finish_read`."""
         if self._table.end_transfer(entry) is not None:
             self._table.move(entry, Residency.DEVICE)
+
+    @property
+    def copying(self) -> bool:
+        """True while another thread copies weights of a unit on the device, which stays there meanwhile."""
+        return any(self._table.entries[unit].copying for unit in self._table.on_device)
 
     def latest_read(self) -> UnitEntry | None:
         """Returns the unit with the furthest next use among those being read in place; None if there is none."""

@@ -187,7 +187,7 @@ class CommonUses(Fetcher):
         """Starts reads only: an upload would be a collective that the other ranks do not expect."""
         self._prefetcher.read()
 
-    def fetch(self, entry: UnitEntry, ahead: bool = False) -> None:
+    def fetch(self, entry: UnitEntry, ahead: bool = False, safe: bool = False) -> None:
         """Fetches `entry` together with the other ranks; with `ahead` also the next unit, if all ranks have room."""
         self._table.check()
         while entry.index not in self._settled and not self._ask(entry, ahead):
@@ -666,13 +666,14 @@ class Pager:
     # -- the thread that runs the model -------------------------------------------------------------
 
     @uninterrupted
-    def acquire(self, unit: int, ahead: bool = True) -> torch.Tensor:
+    def acquire(self, unit: int, ahead: bool = True, safe: bool = False) -> torch.Tensor:
         """Pins `unit` on the device and returns its weights.
 
         Compute that the calling thread starts from now on is ordered after the upload, which may be in flight. Waits
         for the update of the unit, for its read, and for the other ranks. With `ahead`, prefetches what the access
         order predicts next. The weights, (nbytes,) uint8, are the pager's memory, valid until `release`. Raises
-        `BudgetError` if pinned units leave no room, and `EngineFailed` after an error on a background thread.
+        `BudgetError` if pinned units leave no room, with `safe` no room that suits the unit's companions, and
+        `EngineFailed` after an error on a background thread.
         """
         entry = self._entries[unit]
         with self.lock:
@@ -681,7 +682,7 @@ class Pager:
                 begins, on_device = entry.pins == 1, entry.residency is Residency.DEVICE
                 if begins:
                     self.table.access_order.use(unit)
-                self._fetcher.fetch(entry, ahead)
+                self._fetcher.fetch(entry, ahead, safe)
                 if begins:  # only now: a caller that makes room after a `BudgetError` calls again for the same use
                     self._uses, self._hits = self._uses + 1, self._hits + on_device
             except BaseException:  # also a Ctrl-C at a wait

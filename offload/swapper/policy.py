@@ -18,7 +18,7 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from typing import NamedTuple
 
 from offload.sizes import PAGE, align_up
-from offload.swapper.memory.allocator import Allocator, Region, free_regions
+from offload.swapper.memory.allocator import Allocator, Region, free_regions, gaps
 
 # -- access order --------------------------------------------------------------------------------------
 #
@@ -305,6 +305,25 @@ class Eviction(NamedTuple):
 
     offset: int
     victims: tuple[int, ...]
+    safe: bool = True
+    """True if the companions of the unit fit as well once nothing else is in use."""
+
+
+class Companions(NamedTuple):
+    """Other units that a module has on the device at the same time as a unit."""
+
+    units: tuple[tuple[int, int], ...]
+    """Index and bytes of each."""
+    nbytes: int = 0
+    """Bytes of the largest unit that joins them, one at a time; 0 if none does."""
+
+
+class Company(NamedTuple):
+    """Companions of the unit to place, as far as they have a place."""
+
+    placed: tuple[UnitBlock, ...]
+    missing: tuple[int, ...]
+    """Bytes of each companion without a place, the largest first."""
 
 
 class Floor(NamedTuple):
@@ -373,34 +392,36 @@ def find_room(
     access_order: AccessOrder,
     floor: Floor,
     beyond: int = -1,
+    company: tuple[Company, ...] = (),
 ) -> Eviction | None:
     """Returns the best offset for `nbytes` and the units to evict for it; None if no offset is allowed.
 
     A unit in use cannot be moved, so it should not be placed in the middle. Offsets are ranked by, in this order:
 
-    1. The largest other unit fits once nothing else is in use. Only units count for which the region has room next to
-       this one (`largest_beside`). Two units then fit into the bytes of both, whatever came and went before. A prefetch
-       uses no other offset.
-    2. The largest other unit fits now, without a further eviction.
-    3. The evicted units are used late.
-    4. Few bytes are evicted.
+    1. All of each `company` fit once nothing else is in use. Then they can be in use together, in any order, whatever
+       came and went before.
+    2. The largest other unit fits once nothing else is in use. Only units count for which the region has room next to
+       this one (`largest_beside`). Two units then fit into the bytes of both. A prefetch needs both 1 and 2.
+    3. The largest other unit fits now, without a further eviction.
+    4. The evicted units are used late.
+    5. Few bytes are evicted.
 
-    The unit that the next micro-batch uses again (`AccessOrder.repeated`) stays, though it is released meanwhile.
-    With `space.scatter`, the result is drawn at random among the offsets that are best in the first two respects and
-    evict the fewest units. Only units whose next use is more than `beyond` uses away may be evicted; -1 for a use on
-    demand.
+    A prefetch leaves the unit that the next micro-batch uses again (`AccessOrder.repeated`), though it is released
+    meanwhile. With `space.scatter`, the result is drawn at random among the offsets that are best in the first three
+    respects and evict the fewest units. Only units whose next use is more than `beyond` uses away may be evicted; -1
+    for a use on demand.
     """
-    if (repeated := access_order.repeated) is not None:
+    if beyond >= 0 and (repeated := access_order.repeated) is not None:
         evictable = [block for block in evictable if block.unit != repeated]
     distances = access_order.distances([block.unit for block in evictable])
     if beyond >= 0 and max(distances, default=-1) <= beyond and not space.could_take(nbytes, ()):
         return None  # every second prefetch: nothing may go, and nothing is free
-    question = _Question(align_up(max(nbytes, 1)), space.holes, tuple(evictable), distances, floor, beyond)
+    question = _Question(align_up(max(nbytes, 1)), space.holes, tuple(evictable), distances, floor, beyond, company)
     if space.scatter is None:
         return _best_place(question)
     scored = _places(question)
-    best = max(((*score[:2], -len(place.victims)) for score, place in scored), default=None)
-    fitting = [place for score, place in scored if (*score[:2], -len(place.victims)) == best]
+    best = max(((*score[:3], -len(place.victims)) for score, place in scored), default=None)
+    fitting = [place for score, place in scored if (*score[:3], -len(place.victims)) == best]
     return space.scatter.choice(fitting) if fitting else None
 
 
@@ -416,6 +437,37 @@ def largest_beside(unit: int, nbytes: int, ascending: Sequence[tuple[int, int]],
     return ascending[at][0] if at >= 0 else 0
 
 
+def company_of(companions: Iterable[Companions], offset_of: Callable[[int], int | None]) -> tuple[Company, ...]:
+    """Returns each distinct company among `companions`; `offset_of` returns None for a unit without a place."""
+    found: dict[Company, None] = {}
+    for units, largest in companions:
+        offsets = [offset_of(unit) for unit, _ in units]
+        pairs = list(zip(units, offsets, strict=True))
+        placed = tuple([UnitBlock(unit, offset, nbytes) for (unit, nbytes), offset in pairs if offset is not None])
+        missing = [nbytes for (_, nbytes), offset in pairs if offset is None] + [largest]
+        found[Company(placed, tuple(sorted([align_up(size) for size in missing if size], reverse=True)))] = None
+    return tuple(found)
+
+
+def _has_room(company: Company, going: Sequence[UnitBlock], offset: int, end: int, floor: Floor) -> bool:
+    """Returns True if a company fits next to [offset, end) in the floor's region, with nothing else in use."""
+    stays = [block for block in company.placed if block not in going]
+    missing = [*company.missing, *(align_up(block.nbytes) for block in company.placed if block in going)]
+    taken = [(offset, end), *((block.offset, block.offset + align_up(block.nbytes)) for block in stays)]
+    inside = [region for region in taken if floor.start <= region[0] < floor.stop]
+    return _fit(sorted(missing, reverse=True), gaps(floor.start, floor.stop, inside))
+
+
+def _fit(sizes: Sequence[int], regions: Sequence[Region]) -> bool:
+    """Returns True if blocks of all `sizes` fit into free regions at once."""
+    if not sizes:
+        return True
+    return any(
+        stop - start >= sizes[0] and _fit(sizes[1:], [*regions[:at], (start + sizes[0], stop), *regions[at + 1 :]])
+        for at, (start, stop) in enumerate(regions)
+    )
+
+
 class _Question(NamedTuple):
     """All that the choice of an offset depends on; see `find_room`."""
 
@@ -426,9 +478,10 @@ class _Question(NamedTuple):
     """Number of uses before the next use of each evictable unit."""
     floor: Floor
     beyond: int
+    company: tuple[Company, ...]
 
 
-_Score = tuple[bool, bool, int, int]
+_Score = tuple[bool, bool, bool, int, int]
 
 
 # Each step asks the questions of the step before, several for each use of a unit. A cached answer takes some 2 µs, a
@@ -445,7 +498,7 @@ def _best_place(question: _Question) -> Eviction | None:
         by_distance = sorted(zip(question.distances, question.evictable, strict=True), key=lambda pair: -pair[0])
         latest = [block for _, block in by_distance[:_LATEST]]
         score, place = max(_places(question, latest), key=lambda pair: pair[0], default=(None, None))
-        if score is not None and score[:2] == (True, True) and score[2] >= by_distance[_LATEST][0]:
+        if score is not None and all(score[:3]) and score[3] >= by_distance[_LATEST][0]:
             return place
     return max(_places(question), key=lambda pair: pair[0], default=(None, None))[1]
 
@@ -455,7 +508,7 @@ def _places(question: _Question, near: Sequence[UnitBlock] | None = None) -> lis
 
     If evictable blocks are given as `near`, the candidates are the borders of these blocks and of free memory.
     """
-    nbytes, holes, evictable, _, floor, beyond = question
+    nbytes, holes, evictable, _, floor, beyond, company = question
     distances = {block.unit: distance for block, distance in zip(evictable, question.distances, strict=True)}
     if beyond >= 0:
         # Most prefetches find no room, which this test shows without a look at any offset.
@@ -491,10 +544,13 @@ def _places(question: _Question, near: Sequence[UnitBlock] | None = None) -> lis
             going = [evictable[position] for position in sorted([position for _, position in overlapping])]
             nearest = min([distances[block.unit] for block in going], default=NEVER + 1)
             if nearest > beyond:
+                safe = all(_has_room(each, going, offset, end, floor) for each in company)
+                if beyond >= 0 and not safe:
+                    continue
                 # The size of the largest region that stays free: elsewhere, before or after the unit.
                 left = max(elsewhere, offset - start, stop - end)
-                score = (alone, left >= floor.largest, nearest, -sum([block.nbytes for block in going]))
-                scored.append((score, Eviction(offset, tuple([block.unit for block in going]))))
+                score = (safe, alone, left >= floor.largest, nearest, -sum([block.nbytes for block in going]))
+                scored.append((score, Eviction(offset, tuple([block.unit for block in going]), safe)))
     return scored
 
 

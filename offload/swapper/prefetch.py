@@ -268,12 +268,13 @@ class Fetcher:
         """Starts the reads and uploads that are possible now, between two passes."""
         self._prefetcher.run()
 
-    def fetch(self, entry: UnitEntry, ahead: bool = False) -> None:
+    def fetch(self, entry: UnitEntry, ahead: bool = False, safe: bool = False) -> None:
         """Moves a unit to DEVICE, one arrow of the residency table at a time.
 
         Each wait releases the lock, so the loop looks up the unit's residency again after each step. With `ahead`, also
         starts reads and uploads of the units that the access order predicts next. Raises `BudgetError` if pinned units
-        leave no room, and `EngineFailed` after an error on a background thread.
+        leave no room, with `safe` no room that suits the unit's companions, and `EngineFailed` after an error on a
+        background thread.
         """
         while entry.updating or entry.residency is not Residency.DEVICE:
             self._table.check()  # a wait may have ended because the engine failed
@@ -281,7 +282,7 @@ class Fetcher:
                 # calling thread: the wait ends. The worker takes this unit first, and needs nothing of this thread.
                 self._wait_for_update(entry)
             elif entry.residency is Residency.DISK and self._prefetcher.reads_in_place(entry):
-                if (device_buffer := self._place(entry)) is not None:
+                if (device_buffer := self._place(entry, safe)) is not None:
                     self._device_cache.start_read(entry, device_buffer, self._host_cache.reader(entry, Priority.URGENT))
             elif entry.residency is Residency.DISK:
                 if (host_buffer := self._host_cache.host_buffer(self._host_cache.buffer_nbytes(entry))) is None:
@@ -289,7 +290,7 @@ class Fetcher:
                     # delivers.
                     self._host_cache.wait_for_buffer(entry)
                 elif self._host_cache.streams(entry):
-                    self._stream(entry, host_buffer)
+                    self._stream(entry, host_buffer, safe)
                 else:
                     self._host_cache.start_read(entry, host_buffer, Priority.URGENT)
             elif entry.residency is Residency.READING:
@@ -298,7 +299,7 @@ class Fetcher:
                 self._host_cache.finish_read(entry)
             elif entry.residency in (Residency.HOST, Residency.WRITING):
                 # WRITING too: the write to the drive only reads the host buffer, as the upload does.
-                if (device_buffer := self._place(entry)) is not None:
+                if (device_buffer := self._place(entry, safe)) is not None:
                     self._device_cache.upload(entry, device_buffer)
             elif entry.reading_in_place:
                 self._device_cache.finish_read(entry)
@@ -346,14 +347,14 @@ class Fetcher:
                 host_buffer.release()
             self._table.notify()
 
-    def _stream(self, entry: UnitEntry, host_buffer: HostBuffer) -> None:
+    def _stream(self, entry: UnitEntry, host_buffer: HostBuffer, safe: bool) -> None:
         """Moves a unit from DISK to DEVICE in chunks, through `host_buffer` and a second buffer if memory is free."""
         # No wait for the second buffer: two threads that each hold one buffer would wait for each other.
         second = self._host_cache.host_buffer(host_buffer.nbytes)
         host_buffers = [host_buffer] if second is None else [host_buffer, second]
         device_buffer = None
         try:
-            device_buffer = self._place(entry)
+            device_buffer = self._place(entry, safe)
         finally:
             if device_buffer is None:
                 # `_place` has waited without the lock, so the caller must look up the unit again. Others may use the
@@ -365,18 +366,19 @@ class Fetcher:
                 entry, device_buffer, host_buffers, self._host_cache.reader(entry, Priority.URGENT)
             )
 
-    def _place(self, entry: UnitEntry) -> DeviceBuffer | None:
-        """Returns a device buffer for `entry`, or None after a wait for an upload or read ahead that was in the way.
+    def _place(self, entry: UnitEntry, safe: bool) -> DeviceBuffer | None:
+        """Returns a device buffer for `entry`, or None after a wait for what was in the way.
 
-        Raises `BudgetError` if the units in use leave no room.
+        Raises `BudgetError` if the units in use leave no room; see `fetch`.
         """
-        device_buffer = self._device_cache.allocate(entry)
+        # From another place the unit might leave its companions no room, so what is on its way comes first.
+        device_buffer = self._device_cache.allocate(entry, safe=True)
         if device_buffer is None:
             if (reading := self._device_cache.latest_read()) is not None:
                 self._device_cache.finish_read(reading)  # its unit can be dropped then
-            elif self._prefetcher.busy_elsewhere:
-                # The upload of another thread ends without the help of this thread. Then its unit can be dropped.
+            elif self._prefetcher.busy_elsewhere or self._device_cache.copying:
+                # An upload or a copy by another thread ends without the help of this one. Then its unit can be dropped.
                 self._table.wait(f"waits for an upload ahead of {entry.size.title}")
-            else:
+            elif safe or (device_buffer := self._device_cache.allocate(entry)) is None:
                 raise self._device_cache.no_room(entry)
         return device_buffer

@@ -22,7 +22,7 @@ from offload.swapper.memory.device import DONE, Event
 from offload.swapper.memory.device_arena import DeviceBuffer
 from offload.swapper.memory.host_arena import HostBuffer
 from offload.swapper.memory.lock import InterruptibleLock
-from offload.swapper.policy import AccessOrder
+from offload.swapper.policy import AccessOrder, Companions
 from offload.timeline import Row, Timeline
 
 # -- residency -----------------------------------------------------------------------------------------
@@ -288,6 +288,8 @@ class UnitSize:
     """Bytes at the end of the unit that are in no partition: the device computes them from the other bytes."""
     gathered: bool = False
     """True if ranks gather the unit, although this rank's partition may be all of it."""
+    companions: tuple[Companions, ...] = ()
+    """Units that come and go, and are on the device at the same time; one entry for each place where they are."""
 
     @property
     def title(self) -> str:

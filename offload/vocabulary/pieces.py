@@ -179,32 +179,38 @@ def table_handles(
 
 
 class _Lookup(torch.autograd.Function):
-    """The rows `ids` of one piece of shape `shape`, which have been looked up."""
+    """Rows of one piece of shape `shape`, which have been looked up.
+
+    `visited` are their numbers in the piece, ascending, and each row of `ids` is an index into these. The gradient is
+    sparse: where the head's waits on a drive, only pages with these rows are written again.
+    """
 
     @staticmethod
     def forward(
         ctx: Any,
         leaf: torch.Tensor | None,
         ids: torch.Tensor,
+        visited: torch.Tensor,
         padding: int,
         by_frequency: bool,
         shape: tuple[int, ...],
         rows: torch.Tensor,
     ) -> torch.Tensor:
-        ctx.save_for_backward(ids)
-        ctx.settings, ctx.shape = (shape[0], padding, by_frequency), shape
+        ctx.save_for_backward(ids, visited)
+        ctx.settings, ctx.shape = (len(visited), padding, by_frequency), shape
         return rows
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        (ids,) = ctx.saved_tensors
+        ids, visited = ctx.saved_tensors
         if len(ids):
             # A row receives the gradients of the same tokens, in the same order, as in a whole table.
-            of_piece = torch.ops.aten.embedding_dense_backward(gradient, ids, *ctx.settings)
-        else:
-            of_piece = gradient.new_zeros(ctx.shape)
-        return of_piece, *(None,) * 5
+            gradient = torch.ops.aten.embedding_dense_backward(gradient, ids, *ctx.settings)
+        of_piece = torch.sparse_coo_tensor(
+            visited[None], gradient, ctx.shape, is_coalesced=True, check_invariants=False
+        )
+        return of_piece, *(None,) * 6
 
 
 def _looked_up(pieces: Sequence[Piece], ids: torch.Tensor, padding_idx: int | None, by_frequency: bool) -> torch.Tensor:
@@ -223,16 +229,18 @@ def _looked_up(pieces: Sequence[Piece], ids: torch.Tensor, padding_idx: int | No
     chosen = flat[order].split(piece_of.bincount(minlength=len(pieces)).tolist())
     rows = []
     for piece, local, reads in zip(pieces, *_lookups(pieces, chosen), strict=True):
-        on_device, leaf, shape = local.to(ids.device), piece.leaf(), piece.handle.shape
-        padding = -1 if padding_idx is None or padding_idx not in piece.rows else padding_idx - piece.rows.start
+        visited, numbers = local.unique(return_inverse=True)
+        padded = [] if padding_idx is None else (visited == padding_idx - piece.rows.start).nonzero().flatten().tolist()
         if not len(local):
             values = torch.empty((0, features), dtype=piece.handle.dtype, device=ids.device)
         elif reads is None:
-            values = piece.on_device(partial(F.embedding, on_device))
+            values = piece.on_device(partial(F.embedding, local.to(ids.device)))
         else:
             values = piece.look_up(local, reads)
         look_up: Any = _Lookup.apply
-        rows.append(look_up(leaf, on_device, padding, by_frequency, shape, values))
+        numbers, visited = numbers.to(ids.device), visited.to(ids.device)
+        padding = padded[0] if padded else -1
+        rows.append(look_up(piece.leaf(), numbers, visited, padding, by_frequency, piece.handle.shape, values))
     place = torch.empty_like(order)
     place[order] = torch.arange(len(order), device="cpu")
     return torch.cat(rows).index_select(0, place.to(ids.device)).view(*ids.shape, features)
@@ -285,6 +293,7 @@ class _Product(torch.autograd.Function):
         flat = gradient.reshape(-1, gradient.shape[-1])
         if ctx.needs_input_grad[1]:
             of_weight = (flat.t() @ hidden.reshape(-1, hidden.shape[-1]).to(flat.dtype)).to(weight.dtype)
+            of_weight += 0.0  # -0 becomes 0, as where the zeros of a lookup are added to it
         if ctx.needs_input_grad[2]:
             of_bias = flat.sum(0, dtype=torch.float32).to(ctx.bias_dtype)
         return of_hidden, of_weight, of_bias, None, None

@@ -96,9 +96,9 @@ def test_blocks_are_on_the_device_at_each_use(tmp_path: Path, monkeypatch: pytes
         train_step(engine, JOB, step)
     found: list[tuple[str, Residency]] = []
 
-    def watched(acquire: Any, pager: Pager, unit: int, *ahead: bool) -> torch.Tensor:
+    def watched(acquire: Any, pager: Pager, unit: int, *ahead: bool, **safe: bool) -> torch.Tensor:
         found.append((pager.sizes[unit].name, pager.table.entries[unit].residency))
-        return acquire(pager, unit, *ahead)
+        return acquire(pager, unit, *ahead, **safe)
 
     testing.intercept(monkeypatch, "pager.acquire", watched)
     in_backward(engine, found.clear)

@@ -337,7 +337,7 @@ def least_named(refused: pytest.ExceptionInfo[BudgetError]) -> int:
 @pytest.mark.parametrize("experts", ["grouped", "each"])
 def test_the_least_device_memory_holds_experts_beside_the_rest_of_their_layer(experts: str, tmp_path: Path) -> None:
     job = FEW._replace(steps=1)
-    with pytest.raises(BudgetError, match="for experts with the rest of their layer") as refused:
+    with pytest.raises(BudgetError, match="with those that are there at the same time") as refused:
         start(job, DISK, tmp_path / "none", device_memory=1, experts=experts)
     least = run(job, DISK, tmp_path / "least", device_memory=least_named(refused), experts=experts)
     assert_same(least, run(job, MEMORY, tmp_path / "memory", experts=experts))

@@ -219,10 +219,10 @@ def test_a_budget_that_a_nested_site_exceeds(tmp_path: Path) -> None:
     losses = []
     for step in range(job.steps):
 
-        def refuse(unit: int) -> torch.Tensor:
+        def refuse(unit: int, **safe: bool) -> torch.Tensor:
             if unit == 3:
                 raise BudgetError("no room")
-            return real(unit)
+            return real(unit, **safe)
 
         pager.acquire = refuse  # type: ignore[method-assign]
         with pytest.raises(BudgetError):

@@ -167,13 +167,19 @@ def test_units_in_files_come_in_chunks(folder: Path, tmp_path: Path, monkeypatch
     found = result(engine)
     engine.destroy()
     small_pieces(monkeypatch)
-    with pytest.raises(BudgetError, match="the least that works") as caught:
-        start(folder, tmp_path / "least", host_memory=1)
-    least = re.search(r"the least that works is [^(]*\((\d+) bytes\)", str(caught.value))
-    assert least is not None
-    engine = start(folder, tmp_path / "least", host_memory=int(least[1]))
+    engine = start(folder, tmp_path / "least", host_memory=least(folder, tmp_path / "least", "host_memory"))
     assert_equal(found, result(engine))
     engine.destroy()
+
+
+def least(folder: Path, swap: Path, budget: str, **options: Any) -> int:
+    """Returns the least bytes of a budget that a start accepts, as its error names them."""
+    options[budget] = 1
+    with pytest.raises(BudgetError, match="the least that works") as refused:
+        start(folder, swap, **options)
+    named = re.search(r"the least that works is [^(]*\((\d+) bytes\)", str(refused.value))
+    assert named is not None
+    return int(named[1])
 
 
 def write_mixture(folder: Path) -> None:
@@ -229,6 +235,19 @@ def test_groups_of_experts_stay_in_files(tmp_path: Path) -> None:
     assert_equal(results[0], results[2])
     units = [unit["name"] for unit in in_files(tmp_path / "swap" / "files")]
     assert len([name for name in units if "experts[" in name]) == 16
+
+
+def test_adapters_leave_room_for_a_recomputed_group_in_every_step(tmp_path: Path) -> None:
+    """The least device memory holds a layer's weights in files, its adapters and a group, after any history."""
+    write_mixture(tmp_path / "model")
+    options: dict[str, Any] = {"dtype": "fp32", "targets": ["q_proj", "v_proj"], "activations": "cpu"}
+    device_memory = least(tmp_path / "model", tmp_path / "swap", "device_memory", **options, experts="grouped")
+    results = []
+    for block in ({"device_memory": device_memory}, {"tier": "cpu"}):
+        engine = start(tmp_path / "model", tmp_path / "swap", **options, experts="grouped", **block)
+        results.append(result(engine))
+        engine.destroy(remove=True)
+    assert_equal(results[0], results[1])
 
 
 def test_weights_of_another_dtype_are_copied_and_the_first_line_says_so(folder: Path, tmp_path: Path) -> None:

@@ -38,11 +38,14 @@ from tests.support.oracle import (
     assert_same_tensors,
     config,
     kill_and_resume,
+    least_host_memory,
     plain_loop,
     run,
     same_bits,
+    small_pieces,
     start,
     train_step,
+    trained,
     weights_of,
 )
 from tests.support.ranks.rank_jobs import my_rows
@@ -308,6 +311,36 @@ def test_a_tied_table_takes_micro_batches_one_by_one(tmp_path: Path) -> None:
 def test_an_optimizer_that_looks_at_whole_parameters_leaves_tables_whole(tmp_path: Path) -> None:
     engine = start(Job(llama, loss, optimizer="LAMB"), CPU, tmp_path, vocabulary="pieces")
     assert not pieces_of(engine) and any('"vocabulary": "pieces" has no effect' in line for line in engine.notices)
+    engine.destroy(remove=True)
+
+
+@pytest.mark.parametrize("dtype", ["fp32", "bf16"])
+def test_a_lookup_writes_its_rows_of_a_gradient_on_the_drive(
+    dtype: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The head has written the gradient by then: of each piece, only pages with a token's row are written again."""
+    small_pieces(monkeypatch)
+    job = Job(partial(llama, tied=True, words=8 * WORDS), partial(loss, words=8 * WORDS), steps=2, dtype=dtype)
+    in_memory = run(job, MEMORY, tmp_path / "memory", vocabulary="pieces")
+    least = least_host_memory(job, tmp_path, vocabulary="pieces")
+    engine = start(job, DISK, tmp_path / "disk", vocabulary="pieces", host_memory=least)
+    found = testing.inspect(engine)
+    pieces = [unit for unit, layout in enumerate(found.layouts) if layout.name.endswith("]")]
+    gradients = [found.state_bytes[unit][State.GRAD] for unit in pieces]
+    assert all(found.gradients_spill(unit) for unit in pieces)
+    written = dict.fromkeys(pieces, 0)
+
+    def count(real: Any, spill: Any, unit: int, first: int, buffer: memoryview) -> Any:
+        if unit in written:
+            written[unit] += len(buffer)
+        return real(spill, unit, first, buffer)
+
+    testing.intercept(monkeypatch, "spill.write", count)
+    assert_same(in_memory, trained(engine, job))
+    tokens = models.tokens(0, 0, (2, 20), 8 * WORDS).numel()
+    again = sum(written.values()) - job.steps * sum(gradients)
+    assert 0 < again <= job.steps * tokens * 2 * PAGE
+    assert all(count >= job.steps * nbytes for count, nbytes in zip(written.values(), gradients, strict=True))
     engine.destroy(remove=True)
 
 

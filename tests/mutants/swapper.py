@@ -86,8 +86,8 @@ MUTANTS = (
     Mutant(
         "take an upload ahead for a unit in use",
         "offload.swapper.prefetch",
-        "            elif self._prefetcher.busy_elsewhere:",
-        "            elif False:",
+        "            elif self._prefetcher.busy_elsewhere or self._device_cache.copying:",
+        "            elif self._device_cache.copying:",
         "tests/swapper/test_early_start.py",
     ),
     Mutant(
@@ -167,6 +167,13 @@ MUTANTS = (
         "key=lambda block: (-distances[block.unit], block.unit)",
         "key=lambda block: (distances[block.unit], block.unit)",
         "tests/swapper/test_policy.py",
+    ),
+    Mutant(
+        "place a unit where its companions have no room",
+        "offload.swapper.policy",
+        "safe = all(_has_room(each, going, offset, end, floor) for each in company)",
+        "safe = True",
+        "tests/swapper/test_least_device_memory.py",
     ),
     Mutant(
         "stream into a host buffer that is still copied",

@@ -20,6 +20,7 @@ from offload.swapper.policy import (
     Floor,
     Limits,
     UnitBlock,
+    company_of,
     find_room,
     keeps,
     largest_beside,
@@ -304,13 +305,19 @@ class SimulatedPager:
             and not e.pins
             and not e.size.device_resident
         ]
-        place = find_room(self.device, entry.size.nbytes, idle, self.access_order, floor, beyond)
-        if place is None:
+        company = company_of(entry.size.companions, self._offset)
+        place = find_room(self.device, entry.size.nbytes, idle, self.access_order, floor, beyond, company)
+        # From an unsafe place it would leave its companions no room, so a use first waits for reads in place.
+        if place is None or (not place.safe and any(read.reading_in_place for read in self._reading.values())):
             return None
         for unit in place.victims:
             self.drop(self.entries[unit])
         self.device.take_at(place.offset, entry.size.nbytes)
         return UnitBlock(entry.index, place.offset, entry.size.nbytes)
+
+    def _offset(self, unit: int) -> int | None:
+        place = self.entries[unit].device_buffer
+        return None if place is None else place.offset
 
     def _no_room(self, entry: Entry) -> BudgetError:
         return BudgetError(
