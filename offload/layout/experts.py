@@ -15,10 +15,12 @@ compute something else.
 
 from __future__ import annotations
 
+import functools
 import sys
 from collections.abc import Sequence
 from typing import Any
 
+import torch
 from torch import nn
 
 from offload.errors import ConfigError
@@ -155,6 +157,19 @@ def find_stacks(model: nn.Module) -> tuple[Stack, ...]:
         and all(owners[id(parameter)] == 1 for parameter in module.parameters())
         and not any(is_compiled(modules[outer]) for outer in (name, *modules_around(name)))
     )
+
+
+@functools.cache
+def makes_grouped_products(dtype: torch.dtype, device: torch.device) -> bool:
+    """Returns True if torch makes grouped products in a dtype on a device: some of its builds make them in bf16 alone."""
+    from transformers.integrations.moe import _grouped_linear  # late: other models need no transformers
+
+    weight = torch.ones(1, 16, 16, dtype=dtype, device=device)
+    try:
+        _grouped_linear(weight[0], weight, torch.full((1,), 16, dtype=torch.int32, device=device))
+    except (RuntimeError, ValueError):
+        return False
+    return True
 
 
 def parts_of(stacks: Sequence[Stack]) -> dict[str, int]:

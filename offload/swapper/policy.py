@@ -192,7 +192,7 @@ class _Order:
 
     def _remaining(self) -> Iterator[int]:
         """Returns the uses whose units `upcoming` yields. Fast, for each decision: no Python code runs for a use."""
-        rest = itertools.islice(self.uses, self.cursor, None)
+        rest = map(self.uses.__getitem__, range(self.cursor, len(self.uses)))  # an islice would step over all before
         again = itertools.islice(self.uses, self.cursor if self.wraps else 0)
         return itertools.chain(self._expected, rest, again)
 
