@@ -291,8 +291,8 @@ def reshard(new: NewRanks, queue: Queue, check: Callable[[Snapshot], None]) -> s
         )
     if any(layout.in_files for layout in new.layouts):
         raise StoreError(
-            f"{new.folders[0]} is a run of {before}, and this start has {new.mesh}: each rank reads its part of the frozen "
-            f"weights from the model's own files; resume with {before}, or call save_checkpoint in the run and "
+            f"{new.folders[0]} is a run of {before}, and this start has {new.mesh}: each rank reads its part of the "
+            f"frozen weights from the model's own files; resume with {before}, or call save_checkpoint in the run and "
             "load_checkpoint in a new one"
         )
     with contextlib.ExitStack() as opened:

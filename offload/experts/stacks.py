@@ -24,7 +24,13 @@ from offload.engine.parts import PartsForm, composed_handle, parts_of
 from offload.errors import UsageError
 from offload.experts.exchange import exchange_tokens
 from offload.interrupts import uninterrupted
-from offload.layout.experts import LOOP, is_parameter_adapter, makes_grouped_products, parameter_adapters
+from offload.layout.experts import (
+    LOOP,
+    is_parameter_adapter,
+    makes_grouped_products,
+    multiplies_by_part,
+    parameter_adapters,
+)
 from offload.layout.flat_layout import UnitLayout
 from offload.swapper.pager import Pager
 from offload.torch_internals import inside_backward, outside_of_compiled_code, plain_tensors
@@ -200,21 +206,21 @@ _BY_GROUP = "offload_by_group"
 """Name under which transformers finds `by_group`."""
 
 
-def use_implementation(module: nn.Module, grouped: bool) -> Callable[[], None]:
+def use_implementation(module: nn.Module, by_part: bool) -> Callable[[], None]:
     """Makes the forward of a module of stacked experts use one part after the other, instead of all at once.
 
     The module gets a config of its own, since other models may share its present config. The returned function gives
-    the module its config back.
+    the module its config back. With `by_part` the code is `by_group`, else the loop over experts.
     """
     theirs: Any = getattr(module, "config", None)
-    if grouped:
+    if by_part:
         from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS  # late: other models need no transformers
 
         ALL_EXPERTS_FUNCTIONS.register(_BY_GROUP, by_group)
     elif getattr(theirs, "_experts_implementation", LOOP) == LOOP:
         return lambda: None
     own = copy.deepcopy(theirs)
-    own._experts_implementation = _BY_GROUP if grouped else LOOP
+    own._experts_implementation = _BY_GROUP if by_part else LOOP
     module.config = own
     return lambda: setattr(module, "config", theirs)
 
@@ -345,7 +351,7 @@ def _values(stack: ParamHandle, group: int) -> torch.Tensor:
     assert isinstance(stack.form, StackedRows)
     values = stack.form.part(stack, group)
     assert values is not None, "the hooks of the module make the engine run"
-    return values
+    return values if stack.form._size is not None else values.unsqueeze(0)  # one expert
 
 
 # -- the experts of a model ------------------------------------------------------------------------------
@@ -374,7 +380,7 @@ class StackedExperts(Extension):
         for name, units in experts.items():
             module, rows = model.get_submodule(name), layouts[units[0]].segments[0].rows
             size = 1 if rows is None else len(rows)
-            self._undo.append(use_implementation(module, rows is not None))
+            self._undo.append(use_implementation(module, multiplies_by_part(model, name, rows is not None)))
             if layouts[units[0]].ep_size == 1:  # else each forward uses the only unit
                 self._undo.append(self._hook(module, units, size))
             for parameter in module.parameters(recurse=False):

@@ -127,7 +127,10 @@ class Clock:
     def pending(self) -> tuple[tuple[tuple[str, int, float, int], ...], ...]:
         """Returns the rest of the work of each server, in which equal states of a simulation agree."""
         return tuple(
-            [tuple([(work.row, work.unit, work.left, work.priority) for work in server.works]) for server in self._servers]
+            [
+                tuple([(work.row, work.unit, work.left, work.priority) for work in server.works])
+                for server in self._servers
+            ]
         )
 
     def skip(self, seconds: float, busy: Mapping[str, float]) -> None:

@@ -107,9 +107,7 @@ class SimulatedPager:
         self._pinned: dict[int, Entry] = {}
         """Units in use, by index."""
         self._limits = limits
-        self._streams = [
-            size.tier is Tier.DISK and 2 * align_up(size.shard_nbytes) > host.nbytes for size in sizes
-        ]
+        self._streams = [size.tier is Tier.DISK and 2 * align_up(size.shard_nbytes) > host.nbytes for size in sizes]
         self._events: list[Event] = []
         """Since the last `take_events`."""
         self._looked_up: dict[int, None] = {}
