@@ -269,10 +269,13 @@ class _Loop:
         update is, the next micro-batch repeats the last one, as long as its uses and those after it are the same: the
         moves depend on the order of the next uses alone, not on their distances. Returns the number of uses passed.
         """
-        period, before = uses[position].period, self._boundary
+        period, before, events = uses[position].period, self._boundary, self._pager.take_events()
+        if not (all_released and self._updater.idle):
+            self._boundary = None
+            return 0
         pending = (self._machine.clock.pending(), self._inputs.pending(position))
-        now = self._boundary = _Boundary(position, self._pager.take_events(), pending, self._figures())
-        if before is None or before.position + period != position or not (all_released and self._updater.idle):
+        now = self._boundary = _Boundary(position, events, pending, self._figures())
+        if before is None or before.position + period != position:
             return 0
         if (before.events, before.pending) != (now.events, now.pending):
             return 0
