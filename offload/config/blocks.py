@@ -1266,8 +1266,8 @@ class OffloadBlock(Block):
     frozen_files: bool = Field(
         True,
         description="read frozen weights of the tier nvme from the model's own safetensors files, where these contain "
-        "the bytes that the run needs, in a run of one process; false: copy them to the swap files. A run that resumes "
-        "keeps its own place. See guides/frozen-weights.md",
+        "the bytes that the run needs, each of several ranks its partition; false: copy them to the swap files. A run "
+        "that resumes keeps its own place. See guides/frozen-weights.md",
     )
     activations: Literal["device", "cpu", "nvme", "auto"] | None = Field(
         None,

@@ -289,6 +289,12 @@ def reshard(new: NewRanks, queue: Queue, check: Callable[[Snapshot], None]) -> s
             f"has errors of its own, which no other number of ranks can continue; resume with {before}, or call "
             "save_checkpoint in the run and load_checkpoint in a new one, whose errors begin at zero"
         )
+    if any(layout.in_files for layout in new.layouts):
+        raise StoreError(
+            f"{new.folders[0]} is a run of {before}, and this start has {new.mesh}: each rank reads its part of the "
+            f"frozen weights from the model's own files; resume with {before}, or call save_checkpoint in the run and "
+            "load_checkpoint in a new one"
+        )
     with contextlib.ExitStack() as opened:
         prepared = new.everyone.settle(
             lambda: _prepare(new, before, at, queue, check, opened) if before is not None and changes else None

@@ -40,7 +40,7 @@ from offload.hardware import probe
 from offload.hardware.system import check_folders, folder_notices
 from offload.kernels import cuda
 from offload.layout.drive_budget import DriveBudget
-from offload.layout.experts import cut_stacks, parts_of
+from offload.layout.experts import cut_stacks, makes_grouped_products, parts_of
 from offload.layout.flat_layout import IN_FILES, StateField, UnitLayout, laid_out_for, layouts_of
 from offload.layout.frozen import frozen_notices, is_of_bitsandbytes, is_packed, stored_weights, waits_for_quantization
 from offload.layout.memory_plan import (
@@ -224,7 +224,8 @@ def decide(
         # runs.
         _check_same(world, config, batch, mode, layouts, model, rule.facts(device))
         # The free memory decides the tiers of the states. The ranks of one machine divide its memory evenly.
-        in_place_layouts = () if places is None else places.in_place_layouts(layouts, mode)
+        shard = world.ranks.shard, mesh.shards
+        in_place_layouts = () if places is None else places.in_place_layouts(layouts, mode, *shard)
         if in_place_layouts:
             pairs = zip(layouts, in_place_layouts, strict=True)
             layouts = tuple(layout if in_place is None else _in_files(layout, trains) for layout, in_place in pairs)
@@ -292,6 +293,10 @@ def decide(
         folders = _about_folders(config)
         notices = (*config.notices, *_mesh_notices(mesh), *replaced, *memory.notices, *why_not, *folders)
     frozen = frozen_notices(config.offload.frozen, layouts, mode.weight_dtype.itemsize)
+    grouped = any(units.units[of_layer.start].rows is not None for of_layer in units.experts.values())
+    if grouped and not makes_grouped_products(mode.weight_dtype, device.torch):
+        named = f"{dtype_name(mode.weight_dtype)} on {device.torch.type}"
+        division_lines += (Remark(f"torch makes no grouped products in {named}: each expert of a group has its own"),)
     tiles = tile_notices(model, tiled_mlps, config.offload.tile_mlp)
     plan = Plan(
         config=config,
@@ -358,21 +363,27 @@ def _in_files(layout: UnitLayout, trains: bool) -> UnitLayout:
 def frozen_places(config: Config, model: nn.Module, world: World) -> TensorPlaces | None:
     """Returns the places of frozen weights in the model's own files; None if swap files shall contain them. Collective.
 
+    Each of several ranks reads its partition of them, if all ranks have equal files.
     Raises `StoreError` if the run that this start resumes reads them from the model's files, and this start cannot.
     """
-    # Several ranks would gather units that each of them reads whole.
-    unfit = "several ranks" if not world.everyone.alone or config.offload.debug.collectives else ""
+    divided = world.divides_model or world.experts.size > 1
+    unfit = "ranks that divide layers or own experts" if divided or config.offload.debug.collectives else ""
     unfit = unfit or ("weights outside of nvme" if config.weight_tier != "nvme" else "")
     unfit = unfit or ('"frozen_files": false' if not config.offload.frozen_files else "")
+    places = TensorPlaces(model, quantized=False)
+    if not world.everyone.alone:
+        # On every rank, before ranks whose configs differ go different ways.
+        own, *others = world.everyone.share("" if unfit else places.described(), "compare the model's own files")
+        unfit = unfit or ("other files on another rank" if any(other != own for other in others) else "")
     units = _recorded_units(config, world)
     in_files = any(unit.get("in_files") for unit in units or ())
     if in_files and unfit:
         raise StoreError(
             f"the run {config.offload.run} reads frozen weights from the model's own files, and this start has "
-            f"{unfit}: resume with one process, offload_param on nvme and without frozen_files, or choose another run "
-            "name"
+            f"{unfit}: resume with as many ranks and the same files on each, offload_param on nvme and without "
+            "frozen_files, or choose another run name"
         )
-    return None if unfit or (units is not None and not in_files) else TensorPlaces(model, quantized=False)
+    return None if unfit or (units is not None and not in_files) else places
 
 
 def _weights_held(model: nn.Module) -> int:

@@ -93,7 +93,8 @@ class LocalShards(StoredShards):
     def states(self, unit: int) -> dict[State, int]:
         """Returns the bytes of each partition of `unit` that outlives a step."""
         if self.layouts[unit].in_files:
-            return {State.WEIGHT: self.layouts[unit].numel * self.mode_of(unit).weight_dtype.itemsize}
+            _, frozen = self.shares[unit]
+            return {State.WEIGHT: len(frozen) * self.mode_of(unit).weight_dtype.itemsize}
         return {state: nbytes for state, nbytes in self.nbytes[unit].items() if state is not State.GRAD}
 
     def stored(self, unit: int, state: State) -> bool:
@@ -121,7 +122,8 @@ class LocalShards(StoredShards):
         if self.stored(unit, state):
             return [self.store.read(unit, state, self.store.newest[unit], start, buffer, compare=compare)]
         if self.model_files is not None and unit in self.model_files:
-            return self.model_files.read(unit, start, buffer)
+            _, frozen = self.shares[unit]
+            return self.model_files.read(unit, frozen.start * self.mode_of(unit).weight_dtype.itemsize + start, buffer)
         resident = self.resident_of(unit, state)
         assert resident is not None, "a state that is not on disk has a tier above"
         part = resident.tensor.view(torch.uint8)[start : start + len(buffer)]

@@ -24,7 +24,13 @@ from offload.engine.parts import PartsForm, composed_handle, parts_of
 from offload.errors import UsageError
 from offload.experts.exchange import exchange_tokens
 from offload.interrupts import uninterrupted
-from offload.layout.experts import LOOP, is_parameter_adapter, parameter_adapters
+from offload.layout.experts import (
+    LOOP,
+    is_parameter_adapter,
+    makes_grouped_products,
+    multiplies_by_part,
+    parameter_adapters,
+)
 from offload.layout.flat_layout import UnitLayout
 from offload.swapper.pager import Pager
 from offload.torch_internals import inside_backward, outside_of_compiled_code, plain_tensors
@@ -200,21 +206,21 @@ _BY_GROUP = "offload_by_group"
 """Name under which transformers finds `by_group`."""
 
 
-def use_implementation(module: nn.Module, grouped: bool) -> Callable[[], None]:
+def use_implementation(module: nn.Module, by_part: bool) -> Callable[[], None]:
     """Makes the forward of a module of stacked experts use one part after the other, instead of all at once.
 
     The module gets a config of its own, since other models may share its present config. The returned function gives
-    the module its config back.
+    the module its config back. With `by_part` the code is `by_group`, else the loop over experts.
     """
     theirs: Any = getattr(module, "config", None)
-    if grouped:
+    if by_part:
         from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS  # late: other models need no transformers
 
         ALL_EXPERTS_FUNCTIONS.register(_BY_GROUP, by_group)
     elif getattr(theirs, "_experts_implementation", LOOP) == LOOP:
         return lambda: None
     own = copy.deepcopy(theirs)
-    own._experts_implementation = _BY_GROUP if grouped else LOOP
+    own._experts_implementation = _BY_GROUP if by_part else LOOP
     module.config = own
     return lambda: setattr(module, "config", theirs)
 
@@ -307,16 +313,32 @@ class _Projection(NamedTuple):
             ends: (experts of the group,) int32, the end of each expert's tokens.
             experts: (tokens,), the expert of each token within the group.
         """
-        from transformers.integrations.moe import _grouped_linear
-
         bias = None if self.bias is None else _values(self.bias, group)[experts]
         weight = _values(self.weight, group)
-        product: torch.Tensor = _grouped_linear(inputs, weight, ends, bias, self.is_transposed)
+        product = _grouped_products(inputs, weight, ends, bias, self.is_transposed)
         assert isinstance(self.weight.form, StackedRows)
         for adapter in self.weight.form.adapters:
             first = group * len(weight)
             product = adapter.add(product, inputs.to(weight.dtype), range(first, first + len(weight)), ends)
         return product
+
+
+def _grouped_products(
+    inputs: torch.Tensor,
+    weight: torch.Tensor,
+    ends: torch.Tensor,
+    bias: torch.Tensor | None = None,
+    is_transposed: bool = False,
+) -> torch.Tensor:
+    """Returns transformers' grouped products, or those of one expert after the other where torch makes none."""
+    from transformers.integrations.moe import _grouped_linear
+
+    if makes_grouped_products(weight.dtype, weight.device):
+        product: torch.Tensor = _grouped_linear(inputs, weight, ends, bias, is_transposed)
+        return product
+    matrices = weight if is_transposed else weight.transpose(-2, -1)
+    product = torch.ops.transformers.grouped_mm_fallback(inputs.to(weight.dtype), matrices, offs=ends)
+    return product if bias is None else product + bias
 
 
 def _part_of(module: Any, name: str) -> _Projection | None:
@@ -329,7 +351,7 @@ def _values(stack: ParamHandle, group: int) -> torch.Tensor:
     assert isinstance(stack.form, StackedRows)
     values = stack.form.part(stack, group)
     assert values is not None, "the hooks of the module make the engine run"
-    return values
+    return values if stack.form._size is not None else values.unsqueeze(0)  # one expert
 
 
 # -- the experts of a model ------------------------------------------------------------------------------
@@ -358,7 +380,7 @@ class StackedExperts(Extension):
         for name, units in experts.items():
             module, rows = model.get_submodule(name), layouts[units[0]].segments[0].rows
             size = 1 if rows is None else len(rows)
-            self._undo.append(use_implementation(module, rows is not None))
+            self._undo.append(use_implementation(module, multiplies_by_part(model, name, rows is not None)))
             if layouts[units[0]].ep_size == 1:  # else each forward uses the only unit
                 self._undo.append(self._hook(module, units, size))
             for parameter in module.parameters(recurse=False):
@@ -443,8 +465,6 @@ class SplitAdapter:
 
         `rows` are the experts of the group.
         """
-        from transformers.integrations.moe import _grouped_linear
-
         wrapper = self._wrapper
         for name in self._active[-1][1] if self._active else ():
             down, up, rank = wrapper.lora_A[name].weight, wrapper.lora_B[name].weight, wrapper.r[name]
@@ -454,8 +474,8 @@ class SplitAdapter:
             # Grouped products take rows of whole 16 bytes.
             padding = -rank % (16 // inputs.element_size())
             down, up = nn.functional.pad(down, (0, 0, 0, padding)), nn.functional.pad(up, (0, padding)).contiguous()
-            inner = _grouped_linear(inputs, down, ends)
-            product = torch.add(product, _grouped_linear(inner, up, ends), alpha=wrapper.scaling[name])
+            inner = _grouped_products(inputs, down, ends)
+            product = torch.add(product, _grouped_products(inner, up, ends), alpha=wrapper.scaling[name])
         return product
 
 

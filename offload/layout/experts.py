@@ -15,10 +15,12 @@ compute something else.
 
 from __future__ import annotations
 
+import functools
 import sys
 from collections.abc import Sequence
 from typing import Any
 
+import torch
 from torch import nn
 
 from offload.errors import ConfigError
@@ -85,14 +87,10 @@ def cut_stacks(
         else stack
         for stack in all_stacks
     )
-    # A loop over experts would read the whole parameter, to which peft adds the adapter's product.
-    all_stacks = tuple(
-        stack
-        for stack in all_stacks
-        if all(stack.groups and _is_split(adapter) for adapter in parameter_adapters(model, stack.module))
-    )
+    # Another kind of adapter reads the whole parameter.
+    all_stacks = tuple(stack for stack in all_stacks if all(map(_is_split, parameter_adapters(model, stack.module))))
     for stack in all_stacks:
-        reason = _why_not_replaced(model.get_submodule(stack.module), _implementation(model, stack), stack)
+        reason = _why_not_replaced(model, stack)
         if reason is not None:
             return (), (_whole(f"{reason}, which a loop over {_parts(all_stacks)} may not replace"),)
     if not RULE_LAYOUTS[optimizer].elementwise:
@@ -111,8 +109,7 @@ def _owned(model: nn.Module, optimizer: str, ep_size: int) -> tuple[Stack, ...]:
     stacks = tuple(stack._replace(groups=ep_size, ep_size=ep_size) for stack in expert_stacks(model, ep_size))
     reason = None if RULE_LAYOUTS[optimizer].elementwise else "the optimizer's rule looks at whole parameters"
     for stack in stacks:
-        module = model.get_submodule(stack.module)
-        reason = reason or _why_not_replaced(module, _implementation(model, stack), stack)
+        reason = reason or _why_not_replaced(model, stack)
     if reason is not None:
         raise ConfigError(
             f"expert_parallel.autoep_size is {ep_size}, and {reason}: it is for elementwise optimizers, and for "
@@ -157,9 +154,30 @@ def find_stacks(model: nn.Module) -> tuple[Stack, ...]:
     )
 
 
+@functools.cache
+def makes_grouped_products(dtype: torch.dtype, device: torch.device) -> bool:
+    """Returns True if torch makes grouped products in a dtype on a device; some builds make them in bf16 alone."""
+    from transformers.integrations.moe import _grouped_linear  # late: other models need no transformers
+
+    weight = torch.ones(1, 16, 16, dtype=dtype, device=device)
+    try:
+        _grouped_linear(weight[0], weight, torch.full((1,), 16, dtype=torch.int32, device=device))
+    except (RuntimeError, ValueError):
+        return False
+    return True
+
+
 def parts_of(stacks: Sequence[Stack]) -> dict[str, int]:
     """Returns for the name of each parameter that is cut its number of units."""
     return {name: stack.parts for stack in stacks for name in stack.parameters}
+
+
+def multiplies_by_part(model: nn.Module, module: str, grouped: bool) -> bool:
+    """Returns True if code of ours makes the products of a module of stacked experts, in place of a loop over experts.
+
+    For groups, and beside adapters of a stack, whose products it adds: peft adds them to the whole stack.
+    """
+    return grouped or bool(parameter_adapters(model, module))
 
 
 def _implementation(model: nn.Module, stack: Stack) -> str | None:
@@ -168,11 +186,12 @@ def _implementation(model: nn.Module, stack: Stack) -> str | None:
     return used if isinstance(used, str) else None
 
 
-def _why_not_replaced(module: nn.Module, implementation: str | None, stack: Stack) -> str | None:
+def _why_not_replaced(model: nn.Module, stack: Stack) -> str | None:
     """Returns a clause that names the code that might give other results part by part; None if there is none."""
+    module, implementation = model.get_submodule(stack.module), _implementation(model, stack)
     functions = getattr(sys.modules.get("transformers.integrations.moe"), "ALL_EXPERTS_FUNCTIONS", {})
     if implementation in (None, LOOP):
-        if stack.groups is None:
+        if not multiplies_by_part(model, stack.module, stack.groups is not None):
             return None
     elif not is_of(used := functions.get(implementation), "transformers"):
         return f'"{implementation}" is {described_code(used)}'

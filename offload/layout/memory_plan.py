@@ -388,7 +388,7 @@ def place_states(request: MemoryRequest) -> MemoryPlan:
     in_turns = request.in_turns and alone
     gradients = gradient_dtypes(config, mode, accumulation, request.layouts, in_turns)
     in_place_nbytes = [None if layout is None else layout.nbytes for layout in request.in_place_layouts]
-    gathers = not alone and not in_place_nbytes and (request.world_size > 1 or request.replicas == 1)
+    gathers = not alone and (request.world_size > 1 or (request.replicas == 1 and not in_place_nbytes))
     parts = partitions(
         request.layouts,
         mode,
@@ -398,7 +398,7 @@ def place_states(request: MemoryRequest) -> MemoryPlan:
         in_place_nbytes,
         alone=alone,
         reduction=reduction_of(config, mode, accumulation, request.layouts, request.world_size, request.replicas),
-        coded=coded_gathers(config, () if in_place_nbytes else request.layouts, mode.weight_dtype, request.world_size),
+        coded=coded_gathers(config, request.layouts, mode.weight_dtype, request.world_size),
         node=node_shards_of(config, request.layouts, mode, request.world_size),
         joined_gathers=_joined_gathers(config, request.layouts, mode) if gathers else 0,
     )
@@ -504,7 +504,9 @@ def unit_sizes(
             shard_nbytes, pieces = in_place_layout.nbytes, in_place_layout.pieces
         expanded = (layout.device_numel - layout.local_numel) * itemsize
         nbytes = layout.device_numel * itemsize
-        sizes.append(UnitSize(layout.name, nbytes, tiers[State.WEIGHT], shard_nbytes, pieces, expanded, gathered))
+        sizes.append(
+            UnitSize(layout.name, nbytes, tiers[State.WEIGHT], shard_nbytes, pieces, expanded, gathered, share)
+        )
     companions: dict[int, list[Companions]] = {}
     for units, others in units_together(layouts):
         moving = [(unit, sizes[unit].nbytes) for unit in units if not sizes[unit].device_resident]

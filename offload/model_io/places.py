@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import os
+import zlib
 from collections.abc import Collection, Iterator, Sequence
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch import nn
 
 from offload.fileio.cache_file import Stamp
+from offload.fileio.inner_files import sampled_crc32
 from offload.layout.flat_layout import ParameterSegment, UnitLayout
 from offload.layout.frozen import OWN, inner_starts, inner_tensors_of, quantized_by_other_library
 from offload.layout.modes import Mode, dtype_name
@@ -56,21 +59,37 @@ class TensorPlaces:
             and self._why_not(name, torch.float32 if name in in_fp32 else dtype) is None
         )
 
-    def in_place_layouts(self, layouts: Sequence[UnitLayout], mode: Mode) -> tuple[InPlaceLayout | None, ...]:
-        """Returns each unit's place in the files; None for a unit that is not read from them. Empty if none is."""
+    def in_place_layouts(
+        self, layouts: Sequence[UnitLayout], mode: Mode, shard: int = 0, shards: int = 1
+    ) -> tuple[InPlaceLayout | None, ...]:
+        """Returns the place of one of the `shards` of each unit in the files. Empty if no unit is read from them.
+
+        None stands for a unit that is not read from the files, for any shard.
+        """
         sizes = {path: stamp.nbytes for path, stamp in self.stamps.items()}
         in_place_layouts: list[InPlaceLayout | None] = []
         for layout in layouts:
             dtype, segments = layout.mode_in(mode).weight_dtype, layout.segments
-            in_place_layout = None
+            of_shards: list[InPlaceLayout] = []
             small = layout.device_numel <= self._small_numel
             if not small and all(self.why_not(segment, dtype) is None for segment in segments):
                 tensors = [place for segment in segments for place in self._ranges(segment, dtype.itemsize)]
-                in_place_layout = arrange_in_place(tensors, sizes)
+                for number in range(shards):
+                    share = layout.frozen(number, shards)
+                    nbytes = range(share.start * dtype.itemsize, share.stop * dtype.itemsize)
+                    # A shard of padding alone receives one byte: its upload waits for the last use of the memory.
+                    padding = [(place._replace(nbytes=1), nbytes.start) for place, _ in tensors[:1]]
+                    of_shards.append(arrange_in_place(list(_within(tensors, nbytes)) or padding, sizes))
             # Empty parameters need no file.
-            whole = in_place_layout is not None and in_place_layout.nbytes and in_place_layout.aligned
-            in_place_layouts.append(in_place_layout if whole else None)
+            whole = bool(of_shards) and all(one.nbytes and one.aligned for one in of_shards)
+            in_place_layouts.append(of_shards[shard] if whole else None)
         return tuple(in_place_layouts) if any(in_place_layouts) else ()
+
+    def described(self) -> list[Any]:
+        """Returns, as JSON, what distinguishes the files and the parameters in them from those of another rank."""
+        names = [name for name, parameter in self._model.named_parameters() if origin_of(parameter) is not None]
+        files = [[stamp.nbytes, sampled_crc32(Path(path))] for path, stamp in self.stamps.items()]
+        return [files, zlib.crc32("\n".join(names).encode())]
 
     def _ranges(self, segment: ParameterSegment, itemsize: int) -> Iterator[tuple[FileRange, int]]:
         """Yields the ranges of bytes in the files that make up a parameter, each with its first byte in the unit."""
@@ -122,6 +141,14 @@ class TensorPlaces:
         if stored_dtype is not None:
             return f"is stored as {str(stored_dtype).removeprefix('torch.')}, not as {dtype_name(dtype)}"
         return None
+
+
+def _within(tensors: Sequence[tuple[FileRange, int]], part: range) -> Iterator[tuple[FileRange, int]]:
+    """Yields the parts of tensors that are within `part` of the bytes of their unit."""
+    for (path, start, nbytes), target in tensors:
+        first, stop = max(target, part.start), min(target + nbytes, part.stop)
+        if first < stop:
+            yield FileRange(path, start + first - target, stop - first), first
 
 
 def _inner_tensors(model: nn.Module, name: str) -> dict[str, Stored]:

@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     import torch
 
     from offload.layout.flat_layout import UnitLayout
+    from offload.layout.modes import Mode
     from offload.swapper.store.model_files import ModelFiles
 
 
@@ -88,7 +89,7 @@ class StoreSource:
             self._tables = [commit.table for commit in self.commits]
             for looked_rank, table, places in zip(all_ranks, self._tables, self._places, strict=True):
                 check_whole(table, places)
-                layouts = _checked_layouts(_manifest(looked_rank))
+                self._layouts, self._mode = _checked_layouts(_manifest(looked_rank))
             self._copied = [
                 self._open.enter_context(Undo(looked_rank.folder).slots(file, commit.record, places, table))
                 for looked_rank, file, commit, places, table in zip(
@@ -98,12 +99,12 @@ class StoreSource:
             # Pending comparisons of each rank's file.
             self._passages = [Passages() for _ in all_ranks]
             first = _manifest(all_ranks[0])
-            self.files: Mapping[str, Any] = first.spec.files
-            """The model's own files that have frozen weights of the run; see `StoreSpec.files`."""
+            self.files: Sequence[Mapping[str, Any]] = [_manifest(looked_rank).spec.files for looked_rank in all_ranks]
+            """The model's own files that have frozen weights of each rank; see `StoreSpec.files`."""
             self.description, self.about = first.spec.fingerprint, first.spec.about
             self.step, self.frozen = self.commits[0].record.step, True
             self.progress = Snapshot.unpack(self.commits[0].contents)
-            self.progress.check_fits(layouts)
+            self.progress.check_fits(self._layouts)
             self.buffers, self.client_state = self.progress.buffers, self.progress.facts["client_state"]
         except BaseException:
             self._open.close()
@@ -111,7 +112,9 @@ class StoreSource:
 
     def read(self, rank: int, unit: int, state: State, start: int, buffer: memoryview) -> Pending:
         if unit in self._units_in_files:
-            return _Reads(self._model_files.read(unit, start, buffer))
+            share = self._layouts[unit].frozen(rank, len(self._places))
+            first = share.start * self._layouts[unit].mode_in(self._mode).weight_dtype.itemsize
+            return _Reads(self._model_files[rank].read(unit, first + start, buffer))
         slot = self.commits[rank].record.slots[unit]
         place = self._places[rank][unit][state][slot]
         assert start + len(buffer) <= place.nbytes
@@ -122,17 +125,20 @@ class StoreSource:
 
     @functools.cached_property
     def _units_in_files(self) -> frozenset[int]:
-        return frozenset(unit["unit"] for unit in self.files.get("units", ()))
+        return frozenset(unit["unit"] for files in self.files for unit in files.get("units", ()))
 
     @functools.cached_property
-    def _model_files(self) -> ModelFiles:
-        """The model's own files, opened at the first read: an export of adapters needs none."""
+    def _model_files(self) -> list[ModelFiles]:
+        """The model's own files of each rank, opened at the first read: an export of adapters needs none."""
         # Imported late: the module imports torch, which `offload verify` does not need.
         from offload.swapper.store.model_files import ModelFiles
 
-        files = self._open.enter_context(contextlib.closing(ModelFiles.of_run(self.files, self._queue)))
-        files.expect(self.files, self.folders[0][0].parent)
-        return files
+        of_ranks = []
+        for recorded in self.files:
+            files = self._open.enter_context(contextlib.closing(ModelFiles.of_run(recorded, self._queue)))
+            files.expect(recorded, self.folders[0][0].parent)
+            of_ranks.append(files)
+        return of_ranks
 
     def _compare(self, rank: int, unit: int, state: State, start: int, place: Extents, nbytes: int, crc: int) -> None:
         """Compares bytes that were read with their checksums, and raises `IoError` if they differ.
@@ -258,8 +264,8 @@ def commits_of_all(ranks: Sequence[RankFiles], at: int | None = None) -> list[Co
     return chosen
 
 
-def _checked_layouts(manifest: StoreManifest) -> Sequence[UnitLayout]:
-    """Returns the layouts of a store; raises `StoreError` if its sizes do not fit the model that it describes."""
+def _checked_layouts(manifest: StoreManifest) -> tuple[Sequence[UnitLayout], Mode]:
+    """Returns the layouts and the mode of a store; raises `StoreError` if its sizes do not fit the described model."""
     from offload.layout.fingerprint import described_layouts, described_mode, store_specs
 
     described = manifest.spec.fingerprint
@@ -269,7 +275,7 @@ def _checked_layouts(manifest: StoreManifest) -> Sequence[UnitLayout]:
         raise StoreError(
             "the manifest describes a model whose states take other bytes than its extents, so it is made up"
         )
-    return layouts
+    return layouts, mode
 
 
 def _manifest(rank: RankFiles) -> StoreManifest:

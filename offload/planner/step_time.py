@@ -14,7 +14,7 @@ from __future__ import annotations
 import functools
 import math
 from collections import Counter, defaultdict
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
 from typing import Any, NamedTuple
@@ -115,23 +115,25 @@ def least(
     # The last tiles of an update may still be written while its unit is used, so `order` must not wait for them.
     tiles = memory.placement.tile_buffers * max(tile_numel, memory.parts.whole.tile)
     unwritten = max((tiles * cost.written_nbytes / cost.numel for cost in costs if cost is not None), default=0.0)
-    whole = sum(max(sum(use.seconds for use in one), again / rates.read) for one in others)
+    seconds = _seconds((first, *others))
+    whole = sum(max(spent, again / rates.read) for spent in seconds[1:])
     # A first pass spares time, and its second pass has to find time in the rest of the step.
     spared = max(((1 - cost.passes[0]) / cost.passes[1] for cost in costs if cost and cost.passes), default=0.0)
     after = whole
     elapsed = _completed(others) if speculates else {}
-    left = sum(use.seconds for use in first)
+    left = seconds[0]
     order = left + whole
     # The k-th use starts after the updates of all units used so far; the rest of the forward follows the k-th use.
     seen: set[int] = set()
     done = _Updates()
     for use in first:
-        # Only the first use of a unit waits for its update.
-        if use.unit not in seen:
-            seen.add(use.unit)
-            done = done.plus(costs[use.unit])
-            if speculates:
-                whole = min(whole, elapsed.get(use.unit, 0.0))
+        if use.unit in seen:  # only the first use of a unit waits for its update
+            left -= use.seconds
+            continue
+        seen.add(use.unit)
+        done = done.plus(costs[use.unit])
+        if speculates:
+            whole = min(whole, elapsed.get(use.unit, 0.0))
         read = done.read + max(0, done.weights - buffer_nbytes)
         before = _drive_seconds(read, max(0.0, done.written - unwritten), rates)
         if not rates.on_cpu:
@@ -140,17 +142,27 @@ def least(
             before = max(before, numel / rates.kernel)
         order = max(order, before + left + whole)
         left -= use.seconds
-    compute = sum(use.seconds for one in (first, *others) for use in one)
-    return max(order, _work(compute, least_moved(memory, costs, 1 + len(others), speculates, used), costs, rates))
+    return max(order, _work(sum(seconds), least_moved(memory, costs, 1 + len(others), speculates, used), costs, rates))
+
+
+def _seconds(passes: Sequence[Sequence[Use]]) -> list[float]:
+    """Returns the seconds of compute of each pass; those of equal micro-batches are one object."""
+    known = {id(one): sum(use.seconds for use in one) for one in {id(one): one for one in passes}.values()}
+    return [known[id(one)] for one in passes]
 
 
 def _completed(others: Sequence[Sequence[Use]]) -> dict[int, float]:
     """Returns for each unit the compute of the passes after the first one up to its complete gradient, in seconds."""
     found: dict[int, float] = {}
-    elapsed = 0.0
-    for use in (use for one in others for use in one):
-        elapsed += use.seconds
-        found |= dict.fromkeys((use.unit, *use.completes), elapsed)
+    elapsed, last = 0.0, {id(one): number for number, one in enumerate(others)}
+    for number, (one, seconds) in enumerate(zip(others, _seconds(others), strict=True)):
+        if last[id(one)] > number:  # it counts from its last turn
+            elapsed += seconds
+            continue
+        for use in one:
+            elapsed += use.seconds
+            for unit in (use.unit, *use.completes):
+                found[unit] = elapsed
     return found
 
 
@@ -382,7 +394,8 @@ def step_of(
                 Sums(totals, last, memory.parts.gradients.values.itemsize),
                 completes=last,
             )
-            made[key] = [_forward(each) for each in first], back
+            forth = [_forward(each) for each in first]
+            made[key] = [forth[0]._replace(period=len(forth) + len(back)), *forth[1:]], back
         found += made[key]
     return _with_the_rest(*found)
 
@@ -442,29 +455,52 @@ def _layer_major(
     *body, tail = segments(shape)
     numels, ends = memory.parts.trainable_numel, [completing(first) for first in firsts]
     totals = {unit: memory.parts.sum_nbytes(unit) for unit in range(len(memory.parts.nbytes))}
-    count = load.accumulation
+    count, itemsize = load.accumulation, memory.parts.gradients.values.itemsize
+    made: dict[tuple[range, int, bool | None], list[Use]] = {}
+    """Uses of a segment, by its micro-batch, and whether it is the last; None for a forward."""
 
-    def back(into: list[Use], positions: Iterable[int], number: int) -> None:
+    def forth(segment: range, number: int) -> list[Use]:
+        key = (segment, id(firsts[number]), None)  # micro-batches without experts are one object
+        if key not in made:
+            made[key] = [_forward(firsts[number][position]) for position in segment]
+        return made[key]
+
+    def back(segment: range, number: int, found: list[Use]) -> list[Use]:
         first, last = firsts[number], number == count - 1
-        for position in positions:
-            each, sums = (
-                first[position],
-                Sums(totals if count > 1 else {}, last, memory.parts.gradients.values.itemsize),
-            )
+        for position in reversed(segment):
+            each, sums = first[position], Sums(totals if count > 1 else {}, last, itemsize)
             ended = ends[number][each.unit] == position
             seconds = backward_seconds(each, ended, numels, hardware, load.recompute, sums)
-            _append(into, first, position, seconds, (each.unit,) if last and ended else (), load.recompute)
+            _append(found, first, position, seconds, (each.unit,) if last and ended else (), load.recompute)
+        return found
 
-    opening = [_forward(first[position]) for segment in body for first in firsts for position in segment]
+    opening = [use for segment in body for number in range(count) for use in _period(forth(segment, number))]
     rest: list[Use] = []
     for number in range(count):
         # The first head belongs to the first pass: the updates of the head's units have to end before the head.
-        (rest if number else opening).extend(_forward(firsts[number][position]) for position in tail)
-        back(rest, reversed(tail), number)
+        ahead, key = forth(tail, number), (tail, id(firsts[number]), number == count - 1)
+        if key not in made:
+            made[key] = back(tail, number, [])
+        if number:
+            rest += _period([*ahead, *made[key]])
+        else:
+            opening += ahead
+            rest += made[key]
     for segment in reversed(body):
         for number in range(count):
-            back(rest, reversed(segment), number)
+            key = (segment, id(firsts[number]), number == count - 1)
+            if firsts[number][segment[-1]].lookup:  # the use before includes it
+                back(segment, number, rest)
+            else:
+                if key not in made:
+                    made[key] = _period(back(segment, number, []))
+                rest += made[key]
     return opening, rest
+
+
+def _period(uses: list[Use]) -> list[Use]:
+    """Returns the uses of a micro-batch that others alike may follow."""
+    return [use._replace(period=len(uses)) for use in uses[:1]] + uses[1:]
 
 
 def _forward(each: Pass) -> Use:
@@ -646,7 +682,7 @@ def predict(memory: Memory, shape: Shape, hardware: Hardware, load: Load, coarse
         memory.placement.tile_buffers,
     )
     costs = _of_step(costs, passes)
-    compute = sum(use.seconds for one in passes for use in one)
+    compute = sum(_seconds(passes))
     # If both add up the same seconds, rounding may make the bound the larger one.
     bound = min(_least(passes, memory, costs, rates), found.seconds)
     busy = _busy(found, costs, rates, compute, hardware)
@@ -715,9 +751,7 @@ def _busy(
     compute: float,
     hardware: Hardware,
 ) -> dict[str, float]:
-    on_link: dict[str, float] = defaultdict(float)
-    for span in found.spans:
-        on_link[span.row] += span.end - max(span.start, 0.0)
+    on_link = defaultdict(float, found.busy)
     # Both directions of the link work at once.
     copies = max(on_link["upload"] + on_link["input upload"], on_link["input download"])
     moved = found.moved
@@ -805,7 +839,7 @@ def work_of(memory: Memory, shape: Shape, hardware: Hardware, load: Load) -> tup
     passes = _passes(memory, shape, hardware, load)
     uses = [use for one in passes for use in one]
     moved = least_moved(memory, _of_step(_costs(memory, shape), passes), len(passes))
-    return sum(use.seconds for use in uses), [use.unit for use in uses], moved
+    return sum(_seconds(passes)), [use.unit for use in uses], moved
 
 
 def update_written(memory: Memory, shape: Shape) -> int:
@@ -823,7 +857,7 @@ def hiding_tokens(memory: Memory, shape: Shape, hardware: Hardware, load: Load) 
     def hidden(batch: int) -> bool:
         passes = _passes(memory, shape, hardware, load._replace(batch=batch))
         costs = _of_step(every, passes)
-        compute = sum(use.seconds for one in passes for use in one)
+        compute = sum(_seconds(passes))
         # The bound makes most simulations unnecessary.
         least = _least(passes, memory, costs, rates)
         return least <= _NEAR * compute and predict(memory, shape, hardware, load._replace(batch=batch)).hidden

@@ -241,12 +241,13 @@ class Conversion(NamedTuple):
     before: Side
     after: Side
     about: Mapping[str, Any]
-    files: Mapping[str, Any]
-    """The model's own files; see `StoreSpec.files`."""
+    files: Sequence[Mapping[str, Any]]
+    """The model's own files of each rank; see `StoreSpec.files`."""
 
     @property
     def specs(self) -> list[StoreSpec]:
-        return [spec._replace(files=self.files) for spec in store_specs(*self.after, self.about)]
+        specs = store_specs(*self.after, self.about)
+        return [spec._replace(files=files) for spec, files in zip(specs, self.files, strict=True)]
 
     @property
     def nbytes(self) -> int:

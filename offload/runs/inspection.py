@@ -108,7 +108,14 @@ def _run(path: Path, folders: Sequence[Path]) -> dict[str, Any]:
             "made_by": about.get("offload"),
             "forked_from": about.get("forked_from"),
             "drives": list(known.drives),
-            "model_files": [file["path"] for file in known.spec.files.get("files", ())],
+            "model_files": sorted(
+                {
+                    file["path"]
+                    for rank_files in files
+                    if rank_files.manifest is not None
+                    for file in rank_files.manifest.spec.files.get("files", ())
+                }
+            ),
         }
         # If a single rank was requested, the ranks left out are not missing.
         if len(folders) == len(rank_folders(path)):

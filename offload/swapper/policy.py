@@ -14,6 +14,7 @@ import bisect
 import enum
 import functools
 import itertools
+import operator
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from typing import NamedTuple
 
@@ -192,7 +193,7 @@ class _Order:
 
     def _remaining(self) -> Iterator[int]:
         """Returns the uses whose units `upcoming` yields. Fast, for each decision: no Python code runs for a use."""
-        rest = itertools.islice(self.uses, self.cursor, None)
+        rest = map(self.uses.__getitem__, range(self.cursor, len(self.uses)))  # an islice would step over all before
         again = itertools.islice(self.uses, self.cursor if self.wraps else 0)
         return itertools.chain(self._expected, rest, again)
 
@@ -281,6 +282,7 @@ _ANSWERS = 4096
 
 _LATEST = 64
 """Number of evictable units among which the best offset is sought first: the units whose next use is furthest away."""
+_BY_SCORE = operator.itemgetter(0)
 
 
 class UnitBlock(NamedTuple):
@@ -419,10 +421,10 @@ def find_room(
     question = _Question(align_up(max(nbytes, 1)), space.holes, tuple(evictable), distances, floor, beyond, company)
     if space.scatter is None:
         return _best_place(question)
-    scored = _places(question)
-    best = max(((*score[:3], -len(place.victims)) for score, place in scored), default=None)
-    fitting = [place for score, place in scored if (*score[:3], -len(place.victims)) == best]
-    return space.scatter.choice(fitting) if fitting else None
+    places = list(_places(question))
+    best = max(((*score[:3], -len(going)) for score, _, going in places), default=None)
+    fitting = [place for place in places if (*place[0][:3], -len(place[2])) == best]
+    return _eviction(question, space.scatter.choice(fitting)) if fitting else None
 
 
 def largest_beside(unit: int, nbytes: int, ascending: Sequence[tuple[int, int]], room: int) -> int:
@@ -482,6 +484,8 @@ class _Question(NamedTuple):
 
 
 _Score = tuple[bool, bool, bool, int, int]
+_Place = tuple[_Score, int, Sequence[int]]
+"""Score of an offset, the offset, and the positions in `evictable` of the blocks to evict."""
 
 
 # Each step asks the questions of the step before, several for each use of a unit. A cached answer takes some 2 µs, a
@@ -497,35 +501,42 @@ def _best_place(question: _Question) -> Eviction | None:
         # evicts a unit whose next use is as soon or sooner. So a few of thousands of experts are looked at.
         by_distance = sorted(zip(question.distances, question.evictable, strict=True), key=lambda pair: -pair[0])
         latest = [block for _, block in by_distance[:_LATEST]]
-        score, place = max(_places(question, latest), key=lambda pair: pair[0], default=(None, None))
-        if score is not None and all(score[:3]) and score[3] >= by_distance[_LATEST][0]:
-            return place
-    return max(_places(question), key=lambda pair: pair[0], default=(None, None))[1]
+        place = max(_places(question, latest), key=_BY_SCORE, default=None)
+        if place is not None and all(place[0][:3]) and place[0][3] >= by_distance[_LATEST][0]:
+            return _eviction(question, place)
+    place = max(_places(question), key=_BY_SCORE, default=None)
+    return None if place is None else _eviction(question, place)
 
 
-def _places(question: _Question, near: Sequence[UnitBlock] | None = None) -> list[tuple[_Score, Eviction]]:
-    """Returns the allowed offsets among the candidates, in ascending order, each with its score.
+def _eviction(question: _Question, place: _Place) -> Eviction:
+    (safe, *_), offset, positions = place
+    return Eviction(offset, tuple([question.evictable[position].unit for position in sorted(positions)]), safe)
+
+
+def _places(question: _Question, near: Sequence[UnitBlock] | None = None) -> Iterator[_Place]:
+    """Yields the allowed offsets among the candidates, in ascending order within a region.
 
     If evictable blocks are given as `near`, the candidates are the borders of these blocks and of free memory.
     """
-    nbytes, holes, evictable, _, floor, beyond, company = question
-    distances = {block.unit: distance for block, distance in zip(evictable, question.distances, strict=True)}
+    nbytes, holes, evictable, distances, floor, beyond, company = question
     if beyond >= 0:
         # Most prefetches find no room, which this test shows without a look at any offset.
-        allowed = [block[1:] for block in evictable if distances[block.unit] > beyond]
+        allowed = [block[1:] for block, distance in zip(evictable, distances, strict=True) if distance > beyond]
         if all(stop - start < nbytes for start, stop in free_regions(holes, allowed)):
-            return []
+            return
     regions = free_regions(holes, [block[1:] for block in evictable])
     # The longest other region: the second longest, if a region is the longest itself.
     longest, second, *_ = (*sorted((stop - start for start, stop in regions), reverse=True), 0, 0)
-    scored: list[tuple[_Score, Eviction]] = []
+    by_offset = sorted((block.offset, position) for position, block in enumerate(evictable))
     for start, stop in regions:
         if stop - start < nbytes:
             continue
         elsewhere = second if stop - start == longest else longest
-        inside = sorted((b.offset, position) for position, b in enumerate(evictable) if start <= b.offset < stop)
-        firsts = [offset for offset, _ in inside]
+        inside = by_offset[bisect.bisect_left(by_offset, (start, -1)) : bisect.bisect_left(by_offset, (stop, -1))]
+        firsts, positions = [offset for offset, _ in inside], [position for _, position in inside]
         lasts = [offset + align_up(evictable[position].nbytes) for offset, position in inside]
+        nexts = [distances[position] for position in positions]
+        ends = [0, *itertools.accumulate([evictable[position].nbytes for position in positions])]
         # Best offsets touch the border of a region or of an evictable block; offsets between two borders only split
         # the room.
         borders = {start, stop, *firsts, *lasts}
@@ -536,22 +547,21 @@ def _places(question: _Question, near: Sequence[UnitBlock] | None = None) -> lis
             if offset < start or end > stop:
                 continue
             # `alone` tests whether the largest unit fits once nothing else is in use; `left` is about the present.
-            alone = max(offset - floor.start, floor.stop - end) >= floor.largest
+            alone = offset - floor.start >= floor.largest or floor.stop - end >= floor.largest
             if beyond >= 0 and not alone:
                 continue
             # Found by bisection: with hundreds of experts on the device, a test of each block is too slow.
-            overlapping = inside[bisect.bisect_right(lasts, offset) : bisect.bisect_left(firsts, end)]
-            going = [evictable[position] for position in sorted([position for _, position in overlapping])]
-            nearest = min([distances[block.unit] for block in going], default=NEVER + 1)
+            first, last = bisect.bisect_right(lasts, offset), bisect.bisect_left(firsts, end)
+            nearest = min(nexts[first:last], default=NEVER + 1)
             if nearest > beyond:
-                safe = all(_has_room(each, going, offset, end, floor) for each in company)
+                going = [evictable[position] for position in positions[first:last]] if company else []
+                safe = all(_has_room(one, going, offset, end, floor) for one in company)
                 if beyond >= 0 and not safe:
                     continue
                 # The size of the largest region that stays free: elsewhere, before or after the unit.
-                left = max(elsewhere, offset - start, stop - end)
-                score = (safe, alone, left >= floor.largest, nearest, -sum([block.nbytes for block in going]))
-                scored.append((score, Eviction(offset, tuple([block.unit for block in going]), safe)))
-    return scored
+                left = elsewhere >= floor.largest or offset - start >= floor.largest or stop - end >= floor.largest
+                score = (safe, alone, left, nearest, ends[first] - ends[max(first, last)])
+                yield score, offset, positions[first:last]
 
 
 def next_to_fetch(

@@ -288,6 +288,8 @@ class UnitSize:
     """Bytes at the end of the unit that are in no partition: the device computes them from the other bytes."""
     gathered: bool = False
     """True if ranks gather the unit, although this rank's partition may be all of it."""
+    share: tuple[range, ...] = ()
+    """The byte ranges of the unit that form this rank's WEIGHT partition; empty for the targets of the pieces."""
     companions: tuple[Companions, ...] = ()
     """Units that come and go, and are on the device at the same time; one entry for each place where they are."""
 
@@ -305,7 +307,7 @@ class UnitSize:
     @functools.cached_property
     def shard_ranges(self) -> tuple[range, ...]:
         """The byte ranges of the unit that form this rank's WEIGHT partition, in the order of the partition's bytes."""
-        return tuple(piece.target for piece in self.pieces)
+        return self.share or tuple(piece.target for piece in self.pieces)
 
     @functools.cached_property
     def is_whole(self) -> bool:

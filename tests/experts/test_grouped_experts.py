@@ -18,7 +18,7 @@ import offload
 from offload import testing
 from offload.config import load_config
 from offload.errors import BudgetError, StoreError
-from offload.layout.experts import groups_of, takes_groups
+from offload.layout.experts import groups_of, makes_grouped_products, takes_groups
 from offload.layout.memory_plan import Division, division_of
 from offload.notices import Headline
 from offload.planner.activations import Load
@@ -155,6 +155,33 @@ def test_a_copy_of_the_model_is_an_ordinary_one(tmp_path: Path) -> None:
     engine.destroy(remove=True)
 
 
+@pytest.mark.numeric
+def test_where_torch_makes_grouped_products_in_bf16_alone_each_expert_has_its_own(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As some of its builds do. The first lines say so, once."""
+    job = FEW._replace(model=partial(with_adapters, FEW.model), steps=2)
+    usual = run(job, MEMORY, tmp_path / "usual")
+    made = torch.nn.functional.grouped_mm
+
+    def bf16_alone(inputs: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
+        if inputs.dtype is not torch.bfloat16:
+            raise RuntimeError("Expected mat_a to be BFloat16 matrix got Float")
+        return made(inputs, *args, **kwargs)
+
+    makes_grouped_products.cache_clear()
+    monkeypatch.setattr(torch.nn.functional, "grouped_mm", bf16_alone)
+    try:
+        engine = start(job, DISK, tmp_path / "disk", device_memory="200KB")
+        lines = [notice for notice in engine.notices if "no grouped products in fp32 on cpu" in notice]
+        assert len(lines) == 1 and groups_in(engine)
+        rounding_bounds.same_training(trained(engine, job), usual, job)
+        engine.destroy(remove=True)
+        assert makes_grouped_products(torch.bfloat16, torch.device("cpu"))
+    finally:
+        makes_grouped_products.cache_clear()
+
+
 # -- bytes and uses ------------------------------------------------------------------------------------------
 
 
@@ -207,22 +234,25 @@ def with_adapters(make: Callable[[], Any]) -> nn.Module:
 @pytest.mark.works("Training", "LoRA on stacked experts in groups (peft's `target_parameters`)", "right")
 @pytest.mark.sample(1)
 @pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("experts", ["auto", "each"])
 def test_adapters_of_stacks_train_without_a_merged_stack(
-    family: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    family: str, experts: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     job = Job(partial(with_adapters, FAMILIES[family]), models.language_loss, steps=2)
     plain = plain_loop(job)
     monkeypatch.setattr(peft.tuners.lora.layer.ParamWrapper, "get_delta_factors", None)  # peft's way to merge
-    paged = run(job, DISK, tmp_path / "disk", device_memory="200KB")
+    paged = run(job, DISK, tmp_path / "disk", device_memory="200KB", experts=experts)
     rounding_bounds.same_training(paged, plain, job)
-    assert_same(run(job, MEMORY, tmp_path / "memory"), paged)
-    assert_same(run(job, DISK, tmp_path / "again", activations="cpu"), paged)
+    assert_same(run(job, MEMORY, tmp_path / "memory", experts=experts), paged)
+    assert_same(run(job, DISK, tmp_path / "again", activations="cpu", experts=experts), paged)
 
 
-def test_adapters_of_stacks_apply_as_peft_says(tmp_path: Path) -> None:
+@pytest.mark.parametrize("experts", ["grouped", "each"])
+def test_adapters_of_stacks_apply_as_peft_says(experts: str, tmp_path: Path) -> None:
     """Also after the engine's end. An adapter that is disabled adds nothing."""
     job = FEW._replace(model=partial(with_adapters, FEW.model))
-    engine = start(job, DISK, tmp_path, experts="grouped")
+    engine = start(job, DISK, tmp_path, experts=experts)
+    assert sum(layout.name.endswith("]") for layout in testing.inspect(engine).layouts) > 2
     model = engine.module
     with torch.no_grad():
         adapted_loss = few_tokens(engine, 0, 0)

@@ -33,6 +33,7 @@ from offload.swapper.store.model_files import FileRange, ModelFiles, arrange_in_
 from tests.support.drives.fault_injection import flip_bit
 from tests.support.model_folders import llama_config
 from tests.support.oracle import small_pieces
+from tests.support.ranks.rank_pool import RankPool
 
 STEPS = 3
 
@@ -425,3 +426,64 @@ def test_a_run_in_part_frozen_is_exported_converted_and_verified(folder: Path, t
             for each in ("direct", out)
         )
         assert_equal(direct, exported)
+
+
+# -- ranks -----------------------------------------------------------------------------------------------------
+
+
+def _as_one_of_two(
+    model: Path, swap: Path, first: int, last: int, frozen_files: bool = True
+) -> tuple[list[Any], Any, int]:
+    """Some steps of a rank whose batch is that of the other: losses, weights, and bytes written."""
+    adapted, config = job(model, swap, resume="auto", durability="step", frozen_files=frozen_files)
+    config["gradient_clipping"] = 0  # ranks add squares in another order
+    engine = offload.initialize(model=adapted, config=config)[0]
+    assert engine.global_steps == first
+    queue = testing.inspect(engine).queue
+    assert queue is not None
+    losses = [step(engine, number) for number in range(first, last)]
+    engine.synchronize()
+    values, written = weights(engine), queue.written_bytes
+    engine.save_checkpoint(swap / "saved")
+    engine.destroy()
+    return losses, values, written
+
+
+def test_each_of_two_ranks_reads_its_part_and_writes_none(ranks: RankPool, folder: Path, tmp_path: Path) -> None:
+    """Of equal batches the mean gradient has the bits of one rank's."""
+    alone = _as_one_of_two(folder, tmp_path / "alone", 0, STEPS)
+    copied = ranks.run(_as_one_of_two, folder, tmp_path / "copied", 0, 1, False)
+    begun = ranks.run(_as_one_of_two, folder, tmp_path / "swap", 0, 1)
+    found = ranks.run(_as_one_of_two, folder, tmp_path / "swap", 1, STEPS)
+    for rank, (losses, values, _) in enumerate(found):
+        assert_equal((begun[rank][0] + losses, values), alone[:2])
+        assert_equal(begun[rank][:2], copied[rank][:2])
+        manifests = [look(tmp_path / name / "default" / f"rank{rank}").manifest for name in ("swap", "copied")]
+        frozen = [sum(manifest.spec.frozen) for manifest in manifests if manifest is not None]
+        assert frozen[0] == 0 < frozen[1] <= copied[rank][2] - begun[rank][2]
+    run = tmp_path / "swap" / "default"
+    for command in (
+        ["verify", str(run)],
+        ["export", str(run), str(tmp_path / "out")],
+        ["verify", str(tmp_path / "swap" / "saved")],
+    ):
+        done = CliRunner().invoke(app, command)
+        assert done.exit_code == 0, (command, done.output)
+    with pytest.raises(StoreError, match="each rank reads its part of the frozen"):
+        start(folder, tmp_path / "swap", resume="must")
+
+
+def _over_other_files(models: Path, swap: Path) -> list[str]:
+    engine = start(models / os.environ["RANK"], swap)
+    notices = list(engine.notices)
+    engine.destroy(remove=True)
+    return notices
+
+
+def test_ranks_with_other_files_copy_those_of_the_first(ranks: RankPool, folder: Path, tmp_path: Path) -> None:
+    for rank in ("0", "1"):
+        shutil.copytree(folder, tmp_path / "models" / rank)
+    name = next((tmp_path / "models" / "1").glob("*.safetensors"))
+    name.write_bytes(name.read_bytes()[:-1] + b"\0")
+    for notices in ranks.run(_over_other_files, tmp_path / "models", tmp_path / "swap"):
+        assert not any("nothing of them is written" in line for line in notices)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import random
 from typing import Any, NamedTuple
 
@@ -11,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from offload.errors import BudgetError
-from offload.planner.simulation.machine import Moved, SimulatedRates
+from offload.planner.simulation.machine import Clock, Moved, SimulatedRates
 from offload.planner.simulation.simulate import Budgets, Expected, Input, Simulation, Use, simulate
 from offload.planner.simulation.updater import UpdateCost
 from offload.states import Tier
@@ -151,9 +150,7 @@ def test_the_thread_that_runs_the_model_computes_or_waits(
     )
     compute = sum(use.seconds for use in case.uses)
     assert found.seconds == pytest.approx(compute + sum(found.waited), abs=1e-9)
-    computing = [span for span in found.spans if span.row == "model"]
-    assert sum(span.end - span.start for span in computing) == pytest.approx(compute)
-    assert all(before.end <= after.start + 1e-9 for before, after in itertools.pairwise(computing))
+    assert found.busy.get("model", 0.0) == pytest.approx(compute)
 
 
 @settings(max_examples=examples(150), deadline=None)
@@ -164,7 +161,9 @@ def test_with_room_for_everything_no_weights_are_read_and_with_less_never_fewer_
     """More memory that is still too little may read more, in one of some hundred random cases: what is kept is the
     furthest choice of each moment, blocks of different sizes leave holes, and a lease more lets an update be delivered
     that costs another its place. Between a budget and room for everything it never does."""
-    case = case._replace(limits=Limits())
+    fetched = {use.unit for use in case.uses if use.lookup is None}  # other lookups read their rows each time
+    uses = [use if use.unit in fetched else use._replace(lookup=None) for use in case.uses]
+    case = case._replace(uses=uses, limits=Limits())
     everything = 2 * sum(case.on_disk) + 2 * PAGE
     some = case.run(host * PAGE, sum(case.moving[-2:]) + more * PAGE, overlap=overlap)
     ample = case.run(everything, sum(case.moving) + 2 * case.moving[-1], overlap=overlap)
@@ -229,6 +228,50 @@ def test_equal_arguments_give_equal_figures() -> None:
     assert simulate([uses] * 3, sizes, costs, budgets, rates=rates) == simulate(
         [uses] * 3, sizes, costs, budgets, rates=rates
     )
+
+
+# -- micro-batches that are alike ---------------------------------------------------------------------------
+
+
+@settings(max_examples=examples(200), deadline=None)
+@given(cases(), st.integers(2, 60), st.integers(0, 40), rates, st.booleans(), st.integers(2, 12))
+def test_micro_batches_that_are_passed_over_change_no_figure(
+    case: Case, host: int, more: int, rates: SimulatedRates | None, speculate: bool, times: int
+) -> None:
+    """Other uses of the same units follow them."""
+    first, *others = case.uses
+    device = sum(case.moving[-2:]) + more * PAGE
+    every, some = (
+        case._replace(uses=[*[first._replace(period=period), *others] * times, *reversed(case.uses)]).run(
+            host * PAGE, device, rates=rates, speculate=speculate
+        )
+        for period in (0, len(case.uses))
+    )
+    assert some.moved == every.moved and some.speculated == every.speculated
+    for figure in ("host_peak", "device_peak", "uses", "hits", "undelivered", "seconds", "waited", "worked", "busy"):
+        assert getattr(some, figure) == pytest.approx(getattr(every, figure), rel=1e-9, abs=1e-9), figure
+
+
+def test_the_time_of_a_simulation_does_not_grow_with_its_micro_batches(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Weights that are read for each of them, in both orders of the micro-batches."""
+    advances = 0
+    advance = Clock.advance
+
+    def counted(clock: Clock) -> bool:
+        nonlocal advances
+        advances += 1
+        return advance(clock)
+
+    monkeypatch.setattr(Clock, "advance", counted)
+    n = 20
+    for uses in ([passes(n, 0.1, 0.2)], [[Use(unit, 0.1)] for unit in range(n)]):
+        found = []
+        for times in (100, 200):
+            step = [use._replace(period=len(one) if use is one[0] else 0) for one in uses for use in one * times]
+            advances = 0
+            simulate([step] * 3, [unit(1)] * n, [None] * n, Budgets(9 * PAGE, 3 * PAGE), rates=SimulatedRates(1e5, 1e5))
+            found.append(advances)
+        assert found[1] == found[0] < 40 * n
 
 
 # -- two lanes of updates -----------------------------------------------------------------------------

@@ -10,23 +10,13 @@ from __future__ import annotations
 
 import math
 from bisect import insort
-from collections.abc import Callable, Generator, Iterator
+from collections.abc import Callable, Generator, Mapping
 from operator import attrgetter
 from typing import NamedTuple, TypeVar
 
 from offload.aio import Priority
 
 _PRIORITY = attrgetter("priority")
-
-
-class Span(NamedTuple):
-    """An interval of the timeline, from `start` to `end` in seconds."""
-
-    row: str
-    """Kind of the work: "model", "kernel", "weight read" and so on."""
-    unit: int
-    start: float
-    end: float
 
 
 class Work:
@@ -73,16 +63,16 @@ class Clock:
 
     def __init__(self) -> None:
         self.now = 0.0
-        self._ended: list[tuple[Work, float]] = []
-        """Ended work items with the times of their ends, in the order of time."""
+        self.busy: dict[str, float] = {}
+        """Seconds of the work items that have ended in this step, by kind, without those before the step."""
+        self._began = 0.0
+        """Begin of the step."""
         self._servers: list[Server] = []
         self._groups: dict[str, _Group] = {}
 
-    def spans(self, after: float = -math.inf, until: float = math.inf) -> Iterator[Span]:
-        """Yields the intervals of work items that ended later than `after`, and not later than `until`."""
-        for work, end in self._ended:
-            if after < end <= until:
-                yield Span(work.row, work.unit, work.start, end)
+    def begin_step(self) -> None:
+        """Begins to count `busy` anew."""
+        self.busy, self._began = {}, self.now
 
     def server(self, group: str, beside: float | None = None) -> Server:
         """Returns a new server of `group`.
@@ -129,9 +119,27 @@ class Clock:
                 del server.works[0]
                 if not server.works:
                     server.group.working -= 1
-                self._ended.append((work, end))
+                seconds = end - max(work.start, self._began)
+                self.busy[work.row] = self.busy.get(work.row, 0.0) + seconds
         self.now = end
         return True
+
+    def pending(self) -> tuple[tuple[tuple[str, int, float, int], ...], ...]:
+        """Returns the rest of the work of each server, in which equal states of a simulation agree."""
+        return tuple(
+            [
+                tuple([(work.row, work.unit, work.left, work.priority) for work in server.works])
+                for server in self._servers
+            ]
+        )
+
+    def skip(self, seconds: float, busy: Mapping[str, float]) -> None:
+        """Advances the time by `seconds`, in which work as in `busy` ends and as much begins."""
+        self.now += seconds
+        for row, spent in busy.items():
+            self.busy[row] = self.busy.get(row, 0.0) + spent
+        for work in (work for server in self._servers for work in server.works):
+            work.start += seconds
 
 
 # -- machine -------------------------------------------------------------------------------------------
@@ -278,6 +286,14 @@ class SimulatedMachine:
 
     def compute(self, unit: int, seconds: float) -> Work:
         return self.clock.begin(self._compute, "model", unit, seconds)
+
+    def skip(self, times: int, seconds: float, moved: Moved, waited: Waited, busy: Mapping[str, float]) -> None:
+        """Lets the seconds, bytes, waits and work of a part of a step pass so many times. The worker is idle."""
+        self.clock.skip(times * seconds, {row: times * spent for row, spent in busy.items()})
+        for name, nbytes in moved._asdict().items():
+            self._moved[name] += times * nbytes
+        for name, spent in waited._asdict().items():
+            self._waited[name] += times * spent
 
     def counted(self, cause: str, acting: Acting[_T]) -> Acting[_T]:
         """Runs a coroutine on the model's thread and adds the elapsed time to `cause`, a field of `Waited`."""

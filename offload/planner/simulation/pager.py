@@ -6,8 +6,9 @@ that may wait are coroutines (`Acting`); the others return at once.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from offload.aio import Priority
 from offload.errors import BudgetError
@@ -29,6 +30,22 @@ from offload.swapper.policy import (
 )
 from offload.swapper.prefetch import may_upload_elsewhere
 from offload.swapper.table import ARROWS, Residency, UnitSize
+
+
+class Expected(NamedTuple):
+    """Units of a group that are used next, one after the other; see `AccessOrder.expect`."""
+
+    units: tuple[int, ...] = ()
+    """Empty if nothing is known."""
+    group: Collection[int] = ()
+    backward: bool = True
+    """False for a lookup, whose backward needs no weights."""
+    at_once: bool = False
+    """True in a recomputation, whose backward follows at once."""
+
+
+Event = int | Expected | tuple[int, Residency | None, UnitBlock | None, UnitBlock | None]
+"""A use of a unit, expected uses, or a unit with its new residency and buffers in both memories."""
 
 
 @dataclass
@@ -84,12 +101,16 @@ class SimulatedPager:
         )
         # Units whose reads have begun and are not delivered, by index. After each event, actors check for ended reads.
         self._reading: dict[int, Entry] = {}
-        self._in_host: dict[int, Entry] = {}
-        self._on_device: dict[int, Entry] = {}
-        """Units with a host buffer and units with a device buffer, by index."""
+        self._evictable: dict[int, UnitBlock] = {}
+        """Host buffers that may be freed: flushed, not in an update and not being read."""
+        self._idle: dict[int, UnitBlock] = {}
+        """Device buffers of units that are not in use and may leave."""
         self._pinned: dict[int, Entry] = {}
         """Units in use, by index."""
         self._limits = limits
+        self._streams = [size.tier is Tier.DISK and 2 * align_up(size.shard_nbytes) > host.nbytes for size in sizes]
+        self._events: list[Event] = []
+        """Since the last `take_events`."""
         self._looked_up: dict[int, None] = {}
         self._to_read: set[int] = set()
         """Units on DISK that may be read into a host buffer."""
@@ -105,14 +126,33 @@ class SimulatedPager:
         """Pins a unit, fetches the unit to the device, and prefetches others."""
         entry = self._pinned[unit] = self.entries[unit]
         entry.pins += 1
+        self._idle.pop(unit, None)
         # A nested use of a pinned unit does not count as a use, as in the real pager.
         if entry.pins == 1:
             self.access_order.use(unit)
+            self._events.append(unit)
             self.uses += 1
             self.hits += entry.residency is Residency.DEVICE
         yield from self._fetch(entry)
         yield from self.prefetch()
         yield from self.machine.counted("upload", until(entry.copied))
+
+    def expect(self, expected: Expected) -> None:
+        """Predicts the next uses; see `AccessOrder.expect`."""
+        self.access_order.expect(*expected)
+        self._events.append(expected)
+
+    def take_events(self) -> list[Event]:
+        """Returns what has happened since the last call, in its order."""
+        events, self._events = self._events, []
+        return events
+
+    def repeat(self, event: Event) -> None:
+        """Records an event of a micro-batch that is passed over; a move changes nothing."""
+        if isinstance(event, int):
+            self.access_order.use(event)
+        elif isinstance(event, Expected):
+            self.access_order.expect(*event)
 
     def looks_up(self, unit: int, nbytes: int) -> bool:
         """Returns True if a lookup of rows, of `nbytes` on DISK, does not fetch the unit."""
@@ -156,6 +196,7 @@ class SimulatedPager:
             entry.pins -= 1
             if not entry.pins:
                 del self._pinned[entry.index]
+                self._note(entry)
             if (
                 not entry.pins
                 and not entry.size.device_resident
@@ -232,9 +273,9 @@ class SimulatedPager:
     def _start_read(self, entry: Entry, to: Residency, buffer: UnitBlock, priority: Priority) -> None:
         """Starts a read into a host buffer (READING), or into the unit's device buffer (UPLOADING)."""
         if to is Residency.READING:
-            self._in_host[entry.index], entry.host_buffer = entry, buffer
+            entry.host_buffer = buffer
         else:
-            self._on_device[entry.index], entry.device_buffer = entry, buffer
+            entry.device_buffer = buffer
         self._reading[entry.index] = entry
         entry.reading = self.machine.read("weight read", "weights_read", entry.index, entry.size.shard_nbytes, priority)
         self.move(entry, to)
@@ -250,8 +291,7 @@ class SimulatedPager:
 
     def streams(self, unit: int) -> bool:
         """Returns True if the host budget cannot hold two partitions of this size, so that the unit moves in chunks."""
-        size = self.entries[unit].size
-        return size.tier is Tier.DISK and 2 * align_up(size.shard_nbytes) > self.host.nbytes
+        return self._streams[unit]
 
     def stop_reading_in_place(self, entry: Entry) -> None:
         """Ends a read in place of outdated bytes. Unlike the real pager, it does not wait for the rest of the read."""
@@ -279,7 +319,7 @@ class SimulatedPager:
         for each in (host_buffer, second):
             if each is not None:
                 self.host.give(each.offset, each.nbytes)
-        self._on_device[entry.index], entry.device_buffer = entry, place
+        entry.device_buffer = place
         self.move(entry, Residency.DEVICE)
 
     def _upload(self, entry: Entry, place: UnitBlock) -> Acting[None]:
@@ -290,21 +330,14 @@ class SimulatedPager:
         entry.copied = self.machine.upload(entry.index, entry.size.shard_nbytes + made)
         if self.machine.on_cpu:
             yield from self.machine.counted("upload", until(entry.copied))
-        self._on_device[entry.index], entry.device_buffer = entry, place
+        entry.device_buffer = place
         self.move(entry, Residency.DEVICE)
 
     def _allocate_on_device(self, entry: Entry, beyond: int = -1) -> UnitBlock | None:
         """Allocates a device buffer, evicting idle units whose next use is later than `beyond`; None without room."""
         beside = largest_beside(entry.index, entry.size.nbytes, self._ascending, self.device.nbytes)
         floor = Floor(0, self.device.nbytes, beside)
-        idle = [
-            e.device_buffer
-            for _, e in sorted(self._on_device.items())
-            if e.device_buffer is not None
-            and e.residency is Residency.DEVICE
-            and not e.pins
-            and not e.size.device_resident
-        ]
+        idle = sorted(self._idle.values())
         company = company_of(entry.size.companions, self._offset)
         place = find_room(self.device, entry.size.nbytes, idle, self.access_order, floor, beyond, company)
         # From an unsafe place it would leave its companions no room, so a use first waits for reads in place.
@@ -401,7 +434,6 @@ class SimulatedPager:
         assert entry.device_buffer is not None and not entry.pins
         self.device.give(entry.device_buffer.offset, entry.device_buffer.nbytes)
         entry.device_buffer = None
-        del self._on_device[entry.index]
         # After an update the writes of the host buffer may still be in flight.
         kept = Residency.WRITING if entry.unwritten else Residency.HOST
         self.move(entry, kept if entry.at_hand else Residency.DISK)
@@ -414,10 +446,14 @@ class SimulatedPager:
         Without `wait`, units whose copy to the device is under way are not evicted.
         """
         while not self.host.could_take(nbytes, ()):
-            evictable = [
-                e.host_buffer for e in self._in_host.values() if e.host_buffer is not None and self._is_evictable(e)
-            ]
-            chosen = victims(self.host, nbytes, evictable, self._distance, beyond)
+            distances = dict(zip(self._evictable, self.access_order.distances(self._evictable), strict=True))
+            for entry in self._pinned.values():
+                if entry.residency is not Residency.DEVICE:  # on its way to the device
+                    distances[entry.index] = 0
+            if beyond >= 0 and max(distances.values(), default=-1) <= beyond:
+                return None
+            evictable = list(self._evictable.values())
+            chosen = victims(self.host, nbytes, evictable, distances.__getitem__, beyond)
             if chosen is None:
                 return None
             going = [self.entries[victim] for victim in chosen]
@@ -432,36 +468,39 @@ class SimulatedPager:
                 assert entry.host_buffer is not None
                 self.host.give(entry.host_buffer.offset, entry.host_buffer.nbytes)
                 entry.host_buffer = None
-                del self._in_host[entry.index]
                 if entry.residency is Residency.HOST:
                     self.move(entry, Residency.DISK)
+                else:
+                    self._note(entry)
+                    self._events.append((entry.index, None, None, entry.device_buffer))
         offset = self.host.take(nbytes)
         assert offset is not None
         return UnitBlock(unit, offset, nbytes)
 
-    def _distance(self, unit: int) -> int:
-        """Returns the uses until the next use of `unit`; 0 while the unit is pinned on its way to the device."""
-        entry = self.entries[unit]
-        return 0 if entry.pins and entry.residency is not Residency.DEVICE else self.access_order.distance(unit)
-
-    def _is_evictable(self, entry: Entry) -> bool:
-        """Returns True if the host buffer may be freed: flushed, not in an update and not being read."""
-        # A buffer with unwritten weights is the only copy of them.
-        clean = not entry.unwritten and not entry.in_update
-        return clean and entry.residency in (Residency.HOST, Residency.DEVICE)
-
     def _note(self, entry: Entry) -> None:
-        """Adds a unit whose state has changed to the candidates of reads and uploads, or removes it."""
+        """Adds a unit whose state has changed to the candidates of reads, uploads and evictions, or removes it."""
         # A unit on DISK has a host buffer only during an update.
         reads = entry.residency is Residency.DISK and not entry.updating and not self.streams(entry.index)
         uploads = entry.residency is not Residency.DEVICE and not entry.reading_in_place
         for units, belongs in ((self._to_read, reads), (self._to_upload, uploads)):
             (units.add if belongs else units.discard)(entry.index)
+        settled = entry.residency in (Residency.HOST, Residency.DEVICE)
+        # A buffer with unwritten weights is the only copy of them.
+        if entry.host_buffer is not None and settled and not entry.unwritten and not entry.in_update:
+            self._evictable[entry.index] = entry.host_buffer
+        else:
+            self._evictable.pop(entry.index, None)
+        on_device = entry.residency is Residency.DEVICE and not entry.size.device_resident and not entry.pins
+        if on_device and entry.device_buffer is not None:
+            self._idle[entry.index] = entry.device_buffer
+        else:
+            self._idle.pop(entry.index, None)
 
     def move(self, entry: Entry, to: Residency) -> None:
         """Changes a unit's residency; asserts that the real pager allows the change."""
         assert (entry.residency, to) in ARROWS, f"{entry.size.name}: {entry.residency} to {to}"
         entry.residency = to
+        self._events.append((entry.index, to, entry.host_buffer, entry.device_buffer))
         self._note(entry)
         self.notify()
 
@@ -502,9 +541,8 @@ class SimulatedPager:
         if not entry.at_hand and not self.waiting_for_buffer:
             beyond = -1 if entry.index in self.wanted else self.access_order.distance(entry.index)
             entry.host_buffer = yield from self.take_host_buffer(entry.index, entry.size.shard_nbytes, beyond)
-            if entry.host_buffer is not None:
-                self._in_host[entry.index] = entry
         entry.in_update = entry.at_hand
+        self._note(entry)
         return entry.in_update
 
     def delivers(self, unit: int) -> bool:
@@ -533,4 +571,5 @@ class SimulatedPager:
         entry.unwritten = False
         if entry.residency is Residency.WRITING:
             self.move(entry, Residency.HOST)
+        self._note(entry)
         self.notify()

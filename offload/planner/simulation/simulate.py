@@ -28,30 +28,17 @@ from offload.planner.simulation.machine import (
     Moved,
     SimulatedMachine,
     SimulatedRates,
-    Span,
     Waited,
     Work,
     Worked,
     until,
 )
-from offload.planner.simulation.pager import SimulatedPager
+from offload.planner.simulation.pager import Event, Expected, SimulatedPager
 from offload.planner.simulation.updater import SimulatedUpdater, UpdateCost
 from offload.states import State, Tier
 from offload.swapper.memory.allocator import Allocator
 from offload.swapper.policy import Limits
 from offload.swapper.table import UnitSize
-
-
-class Expected(NamedTuple):
-    """Units of a group that are used next, one after the other; see `AccessOrder.expect`."""
-
-    units: tuple[int, ...] = ()
-    """Empty if nothing is known."""
-    group: Collection[int] = ()
-    backward: bool = True
-    """False for a lookup, whose backward needs no weights."""
-    at_once: bool = False
-    """True in a recomputation, whose backward follows at once."""
 
 
 class Input(NamedTuple):
@@ -79,6 +66,8 @@ class Use(NamedTuple):
     """Units whose uses, starting here, are known before this use."""
     lookup: int | None = None
     """Bytes of the rows that a lookup needs, if it reads them from DISK; None for a use that fetches the unit."""
+    period: int = 0
+    """Number of uses of a micro-batch that begins here, if others that are alike may follow; else 0."""
 
 
 class Budgets(NamedTuple):
@@ -109,8 +98,8 @@ class Simulation:
     seconds: float
     waited: Waited
     worked: Worked
-    spans: tuple[Span, ...]
-    """Timeline of the last step, from its start; work that started earlier has a negative start."""
+    busy: Mapping[str, float]
+    """Seconds of the work that ended in the last step, by kind: "model", "kernel", "weight read" and so on."""
 
 
 def simulate(
@@ -152,11 +141,7 @@ def simulate(
         seconds=(after.now - first.now) / counted,
         waited=Waited(*((new - old) / counted for new, old in zip(after.waited, first.waited, strict=True))),
         worked=Worked(*((new - old) / counted for new, old in zip(after.worked, first.worked, strict=True))),
-        spans=tuple(
-            span._replace(start=span.start - before.now, end=span.end - before.now)
-            # A span belongs to the step in which it ends.
-            for span in machine.clock.spans(before.now, after.now)
-        ),
+        busy=after.busy,
     )
 
 
@@ -171,6 +156,19 @@ class _Figures(NamedTuple):
     moved: Moved
     waited: Waited
     worked: Worked
+    busy: Mapping[str, float]
+    """Of the step."""
+
+
+class _Boundary(NamedTuple):
+    """The end of one micro-batch and begin of another."""
+
+    position: int
+    events: Sequence[Event]
+    """Uses and moves of the micro-batch that has ended."""
+    pending: object
+    """Rest of the work that is under way."""
+    figures: _Figures
 
 
 class _Loop:
@@ -188,6 +186,8 @@ class _Loop:
         self._pager, self._updater, self._machine = pager, updater, machine
         self._inputs = SimulatedInputs([(use.unit, use.sends, use.receives) for use in steps[0]], machine)
         self._computing = False
+        self._boundary: _Boundary | None = None
+        """The last one of the step."""
         self.marks = [self._figures()]
         """Counters at the start and at each return of `step()`."""
 
@@ -222,18 +222,27 @@ class _Loop:
             machine.moved,
             machine.waited,
             machine.worked,
+            machine.clock.busy.copy(),
         )
 
     def _model(self) -> Acting[None]:
         """Acts as the model's thread: uses, releases and `step()`."""
+        before: Sequence[Use] = ()
+        completed: Mapping[int, tuple[int, ...]] = {}
         for uses in self._steps:
-            completed = _completed(uses)
+            if uses is not before:
+                completed, before = _completed(uses), uses
             # Units to release, by the position of the use before which they are released.
             ends: dict[int, list[int]] = {}
-            for position, use in enumerate(uses):
+            self._boundary, position = None, 0
+            while position < len(uses):
+                use = uses[position]
                 self._release(ends.pop(position, ()))
+                if use.period and (skipped := self._skip(uses, position, not ends)):
+                    position += skipped
+                    continue
                 if use.expects.units:
-                    self._pager.access_order.expect(*use.expects)
+                    self._pager.expect(use.expects)
                     yield from self._pager.prefetch()
                 if use.lookup is not None and (not position or uses[position - 1].lookup is None):
                     yield from self._pager.prefetch()  # as `Pager.expect`, before all lookups in a table
@@ -247,9 +256,50 @@ class _Loop:
                 for unit in completed.get(position, ()):
                     yield from self._machine.counted("update", self._updater.await_gradient(unit))
                     self._updater.complete(unit)
+                position += 1
             self._release([unit for units in ends.values() for unit in units])
             yield from self._step()
             self.marks.append(self._figures())
+            self._machine.clock.begin_step()
+
+    def _skip(self, uses: Sequence[Use], position: int, all_released: bool) -> int:
+        """Passes over micro-batches that would all take the state of the simulation to itself, as the last one did.
+
+        If two micro-batches made the same moves, each unit is where it was. If also the same work is under way and no
+        update is, the next micro-batch repeats the last one, as long as its uses and those after it are the same: the
+        moves depend on the order of the next uses alone, not on their distances. Returns the number of uses passed.
+        """
+        period, before, events = uses[position].period, self._boundary, self._pager.take_events()
+        if not (all_released and self._updater.idle):
+            self._boundary = None
+            return 0
+        pending = (self._machine.clock.pending(), self._inputs.pending(position))
+        now = self._boundary = _Boundary(position, events, pending, self._figures())
+        if before is None or before.position + period != position:
+            return 0
+        if (before.events, before.pending) != (now.events, now.pending):
+            return 0
+        last, times = uses[before.position : position], -1
+        # The last of equal micro-batches is not passed over: other uses follow it.
+        while uses[position + (times + 1) * period : position + (times + 2) * period] == last:
+            times += 1
+        if times < 1:
+            return 0
+        for event in now.events * times:
+            self._pager.repeat(event)
+        old, new = before.figures, now.figures
+        self._pager.uses += times * (new.uses - old.uses)
+        self._pager.hits += times * (new.hits - old.hits)
+        self._machine.skip(
+            times,
+            new.now - old.now,
+            Moved(*(more - less for more, less in zip(new.moved, old.moved, strict=True))),
+            Waited(*(more - less for more, less in zip(new.waited, old.waited, strict=True))),
+            {row: seconds - old.busy.get(row, 0.0) for row, seconds in new.busy.items()},
+        )
+        self._inputs.skip(times * period)
+        self._boundary = None
+        return times * period
 
     def _release(self, units: Sequence[int]) -> None:
         self._pager.release(units)
@@ -324,6 +374,20 @@ class SimulatedInputs:
         self._unwritten: deque[tuple[int, int, Work | None]] = deque()
         """Inputs on their way to a drive: unit, bytes, and the copy to the host buffer if there is one to make."""
         self._writes: deque[Work] = deque()
+
+    def pending(self, position: int) -> object:
+        """Returns the moves that have begun before the use at `position`, in which equal states agree."""
+        ahead = [
+            sorted((needed - position, work.done) for needed, work in works.items())
+            for works in (self._reads, self._uploads)
+        ]
+        unwritten = [(unit, nbytes, copied is None or copied.done) for unit, nbytes, copied in self._unwritten]
+        return ahead, unwritten, [work.done for work in self._writes], self._download is None or self._download.done
+
+    def skip(self, count: int) -> None:
+        """Passes over so many uses; those after them need what was started for the first ones."""
+        self._reads = {position + count: work for position, work in self._reads.items()}
+        self._uploads = {position + count: work for position, work in self._uploads.items()}
 
     def before(self, position: int) -> Acting[None]:
         """Starts the moves that begin with a use, and waits for the moves that the use needs."""

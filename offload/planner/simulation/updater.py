@@ -151,6 +151,12 @@ class SimulatedUpdater:
             self._complete.append(unit)
             self._pager.notify()
 
+    @property
+    def idle(self) -> bool:
+        """True if no update is under way, or may begin before `step()`."""
+        tiles = (*self._reading.values(), self._writing, *self._queues.values())
+        return not (self._busy or self._complete or self._jobs or self._moments or any(tiles))
+
     def awaits(self, units: Sequence[int]) -> bool:
         """Returns True if the update of one of `units` may begin once the unit is not in use."""
         return any(unit in self._complete for unit in units)
