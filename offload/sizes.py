@@ -31,8 +31,8 @@ def parse_size(text: str | int | float, *, other: str = "") -> int:
     """
     match = _SIZE.fullmatch(str(text))
     if isinstance(text, bool) or match is None or match[2].lower() not in _UNITS:
-        others = f" '800MB', {other}" if other else " '800MB'"
-        raise ConfigError(f"expected a size such as '16GiB',{others} or a number of bytes, got {text!r}")
+        also = f", {other}" if other else ""
+        raise ConfigError(f"expected a size such as '16GiB', '800MB'{also} or a number of bytes, got {text!r}")
     try:
         return int(float(match[1]) * _UNITS[match[2].lower()])
     except OverflowError as error:
