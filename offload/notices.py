@@ -29,6 +29,11 @@ def shell_command(*words: object) -> str:
     return shlex.join(["offload", *map(str, words)])
 
 
+def folder_to_make(folder: object) -> str:
+    """Returns the words after "there is no folder", in which something was to be written: its name, and a cure."""
+    return f"{folder}; make it with `{shlex.join(['mkdir', '-p', str(folder)])}`, or give another"
+
+
 def announce(notice: str) -> None:
     """Logs a notice.
 

@@ -12,6 +12,7 @@ from __future__ import annotations
 import json
 import math
 import re
+import sys
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -97,7 +98,7 @@ def number(least: float = -math.inf) -> Check:
     """Returns a check for a finite number of at least `least`."""
 
     def check(value: Any, name: str) -> None:
-        if type(value) not in (int, float) or not math.isfinite(value) or value < least:
+        if type(value) not in (int, float) or not abs(value) <= sys.float_info.max or value < least:
             raise expected("a number" if least == -math.inf else f"a number from {least} on", name, value)
 
     return check

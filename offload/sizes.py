@@ -20,15 +20,19 @@ for _power, _letter in enumerate("kmgtp", start=1):
 _SIZE = re.compile(r"\s*([0-9]+(?:\.[0-9]*)?(?:e\+?[0-9]+)?)\s*([a-z]*)\s*", re.IGNORECASE)
 
 
-def parse_size(text: str | int | float) -> int:
+def parse_size(text: str | int | float, *, other: str = "") -> int:
     """Returns the bytes of a size such as "1.5GiB", "800MB" or "4G" (binary, as in most tools).
+
+    Args:
+        other: a value of another form that the caller accepts, for the message.
 
     Raises:
         ConfigError: the text is no size, or the number is too large.
     """
     match = _SIZE.fullmatch(str(text))
     if isinstance(text, bool) or match is None or match[2].lower() not in _UNITS:
-        raise ConfigError(f"expected a size such as '16GiB', '800MB' or a number of bytes, got {text!r}")
+        also = f", {other}" if other else ""
+        raise ConfigError(f"expected a size such as '16GiB', '800MB'{also} or a number of bytes, got {text!r}")
     try:
         return int(float(match[1]) * _UNITS[match[2].lower()])
     except OverflowError as error:
@@ -50,6 +54,17 @@ def parse_percent(value: Any) -> float | None:
     if match is None or not 0 < float(match[1]) <= 100:
         raise ConfigError(f"expected a percentage above 0% and up to 100%, such as '50%', got {value!r}")
     return float(match[1]) / 100
+
+
+def parse_device_size(value: Any) -> int | str:
+    """Returns the bytes of a size, or a percentage such as "50%" as it is written.
+
+    Raises:
+        ConfigError: the value is neither.
+    """
+    if parse_percent(value) is not None:
+        return str(value)
+    return parse_size(value, other="'50%' (of the weights)")
 
 
 def format_size(nbytes: float) -> str:
@@ -95,6 +110,13 @@ def count_of(number: int, one: str, more: str = "") -> str:
 def rounded(value: Any) -> Any:
     """Returns a float with four significant digits, which JSON shows, and anything else unchanged."""
     return float(f"{value:.4g}") if isinstance(value, float) else value
+
+
+def format_share(fraction: float) -> str:
+    """Returns a fraction with two significant digits: 0.1234 -> '12%', 0.00456 -> '0.46%', 1234.5 -> '1,200 times'."""
+    if fraction >= 10:
+        return f"{float(f'{fraction:.2g}'):,.0f} times"
+    return f"{float(f'{100 * fraction:.2g}'):g}%"
 
 
 def format_time(seconds: float) -> str:

@@ -46,6 +46,7 @@ from offload.finetune.model import allows_chunks
 from offload.hardware.probe import Probed, as_json, from_json, probe
 from offload.layout.modes import DTYPES
 from offload.layout.pass_order import LAYER_MAJOR, makes_early_updates
+from offload.notices import folder_to_make
 from offload.planner import recommend
 from offload.planner.activations import Load
 from offload.planner.hardware import Hardware, probed
@@ -154,7 +155,7 @@ class CardPlan(NamedTuple):
 def check(folder: Path, gpu_memory: int | None, minutes: float, only: Sequence[str]) -> CardPlan:
     """Returns the settings. Raises `ConfigError` before anything is measured."""
     if not folder.is_dir():
-        raise ConfigError(f"there is no folder {folder}")
+        raise ConfigError(f"there is no folder {folder_to_make(folder)}")
     if not os.access(folder, os.W_OK | os.X_OK):
         raise ConfigError(f"the folder {folder} is not writable, and swap files go there; give another one")
     if not minutes > 0:

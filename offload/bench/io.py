@@ -26,6 +26,7 @@ from offload.bench import baselines
 from offload.bench.measure import bars, pyplot, row_json, save_figure
 from offload.errors import ConfigError, IoError
 from offload.hardware.noise import fill_with_noise
+from offload.notices import folder_to_make
 from offload.sizes import MIB, PAGE, align_up, format_size
 
 FIO_ENGINES = ("io_uring", "libaio")
@@ -120,7 +121,7 @@ def make_plan(
         raise ConfigError("give at least one folder, on the drive to measure")
     for folder in folders:
         if not os.path.isdir(folder):
-            raise ConfigError(f"there is no folder {folder}")
+            raise ConfigError(f"there is no folder {folder_to_make(folder)}")
         free = shutil.disk_usage(folder).free
         if free < nbytes:
             raise ConfigError(

@@ -27,7 +27,7 @@ from offload.aio import BACKENDS
 from offload.aio.backend import refusals
 from offload.bench.measure import DriveSpeeds, drive_rates, kernel_bytes, median_rates, row_json
 from offload.errors import ConfigError, OffloadError
-from offload.notices import Remark
+from offload.notices import Remark, folder_to_make
 from offload.sizes import MIB, PAGE, align_up, count_of, format_size
 
 # -- swap plan -----------------------------------------------------------------------------------------
@@ -160,7 +160,7 @@ def _check_room(plan: SwapPlan) -> None:
     asked: dict[int, int] = {}
     for folder in plan.folders:
         if not os.path.isdir(folder):
-            raise ConfigError(f"there is no folder {folder}")
+            raise ConfigError(f"there is no folder {folder_to_make(folder)}")
         # Folders of one file system share its free space, so their needs add up.
         device = os.stat(folder).st_dev
         asked[device] = asked.get(device, 0) + share

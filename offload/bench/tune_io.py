@@ -16,6 +16,7 @@ from offload.config import load_config, read_json
 from offload.config.edit import set_in_block
 from offload.errors import ConfigError
 from offload.fileio import atomic_write, real_path
+from offload.notices import folder_to_make
 from offload.sizes import MIB
 
 BLOCKS = tuple(MIB * n // 2 for n in (1, 2, 4, 8, 16))
@@ -96,7 +97,7 @@ def check_writable(source: Path, target: Path) -> None:
         load_config(read_json(source))
     folder = real_path(target).parent
     if not folder.is_dir():
-        raise ConfigError(f"there is no folder {folder}")
+        raise ConfigError(f"there is no folder {folder_to_make(folder)}")
     if not os.access(folder, os.W_OK):
         raise ConfigError(f"{folder} cannot be written to")
 

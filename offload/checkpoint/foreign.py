@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
-import math
+import sys
 import zlib
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -72,7 +72,7 @@ def _numbers(group: Mapping[str, Any]) -> dict[str, Any]:
     """Returns the finite numbers of an optimizer's group, with lists for tuples."""
 
     def is_number(value: Any) -> bool:
-        return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
+        return isinstance(value, int | float) and not isinstance(value, bool) and abs(value) <= sys.float_info.max
 
     numbers: dict[str, Any] = {}
     for key, value in group.items():

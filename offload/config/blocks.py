@@ -14,7 +14,7 @@ import pydantic
 from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, model_validator
 
 from offload.errors import ConfigError
-from offload.sizes import MIB, parse_budget, parse_percent, parse_size
+from offload.sizes import MIB, parse_budget, parse_device_size, parse_size
 
 # -- block ---------------------------------------------------------------------------------------------
 
@@ -181,7 +181,8 @@ def _memory(value: Any) -> Any:
 
 def _device_memory(value: Any) -> Any:
     """Parses a size, and checks a percentage, which stays as it is written."""
-    return _memory(value) if parse_percent(value) is None else value
+    size = parse_device_size(value)
+    return size if isinstance(size, str) else _memory(value)
 
 
 def _device(value: Any) -> Any:

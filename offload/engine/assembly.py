@@ -645,6 +645,7 @@ def _facts(plan: Plan, model: nn.Module) -> dict[str, Any]:
         "host_budget_bytes": sum(plan.placement.classes),
         "device_budget_bytes": plan.placement.device_nbytes,
         "drive_tbw": config.offload.drive_tbw,
+        "drive_budget": config.offload.drive_budget,
         "drive_share": config.offload.drive_share,
     }
 

@@ -8,6 +8,7 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
+from offload.aio import crc32c
 from offload.distributed.process_group import Ranks
 from offload.layout.drive_budget import (
     Account,
@@ -20,7 +21,7 @@ from offload.layout.drive_budget import (
     spend,
 )
 from offload.records import fields, number, read
-from offload.sizes import format_decimal, format_time
+from offload.sizes import format_decimal, format_share, format_time
 from offload.swapper.store.folder import overwrite, read_whole
 
 logger = logging.getLogger("offload")
@@ -56,7 +57,7 @@ class BudgetedCommits(Commits):
 
     The first rank decides for all. It keeps the account in a file of its swap folder, written before each step with the
     bytes that the step is about to write. So a run that is killed and resumed has counted too much rather than too
-    little. The file is not synced: after a power cut the account begins anew.
+    little. The file is not synced: after a power cut, as after other damage, the account begins anew, without credit.
     """
 
     def __init__(
@@ -129,7 +130,7 @@ class BudgetedCommits(Commits):
             return
         kept, life = self._account, self._counts()[1] + ahead
         kept = kept._replace(credit=kept.credit - ahead, spent=kept.spent + ahead, life=life)
-        overwrite(self._path, json.dumps(kept._asdict()).encode().ljust(_SIZE))
+        overwrite(self._path, _packed(kept))
 
     def _say(self) -> None:
         """Warns once if the budget cannot be kept, and once a period if it ends before the period does."""
@@ -161,20 +162,38 @@ class BudgetedCommits(Commits):
             if end is not None and end < _NEARLY * left:
                 self._warned = account.since
                 logger.warning(
-                    '%.0f %% of the "drive_budget" of %s are written, and its period lasts for another %s: %s',
-                    100 * account.spent / budget.nbytes,
+                    '%s of the "drive_budget" of %s are written, and its period lasts for another %s: %s',
+                    format_share(account.spent / budget.nbytes),
                     budget.text,
                     format_time(left),
                     f"at this rate it ends in {format_time(end)}" if end else "the rest of it has no budget",
                 )
 
 
+# -- file ----------------------------------------------------------------------------------------------
+#
+# The file of an account: the CRC-32C of a JSON object as eight hexadecimal digits, a space, the object, and spaces.
+
+
+def _packed(account: Account) -> bytes:
+    content = json.dumps(account._asdict()).encode()
+    return (b"%08x " % crc32c(content) + content).ljust(_SIZE)
+
+
 def _read(path: Path | None) -> Account | None:
-    """Returns the account in a file; None if there is none, or a power cut has left something else."""
+    """Returns the account in a file; None if there is none, or, after a warning, if the file contains anything else."""
     if path is None:
         return None
     try:
-        facts = read(read_whole(path), fields({name: number() for name in Account._fields}))
+        checksum, _, content = read_whole(path).rstrip(b" ").partition(b" ")
+        if checksum != b"%08x" % crc32c(content):
+            raise ValueError("its checksum is wrong")
+        facts = read(content, fields({name: number() for name in Account._fields}))
         return Account(*(facts[name] for name in Account._fields))
-    except (OSError, ValueError):
+    except FileNotFoundError:
+        return None
+    except (OSError, ValueError) as error:
+        logger.warning(
+            "%s is no account of a drive budget, as after a power cut (%s): this run's count begins anew", path, error
+        )
         return None

@@ -68,7 +68,7 @@ from offload.layout.pass_order import Schedule
 from offload.model_io.save import PretrainedWriter, SaveOptions
 from offload.notices import Headline, announce
 from offload.schedules import set_values
-from offload.sizes import count_of, format_size, parse_percent, parse_size
+from offload.sizes import count_of, format_size, parse_device_size, parse_size
 from offload.swapper.memory.device import DeviceRoom
 from offload.swapper.prefetch import PrefetchStats
 from offload.swapper.store import DriveWrites
@@ -199,8 +199,7 @@ class EngineCore(EngineCallbacks):
     def resize(self, host: int | str | None, device: int | str | None) -> Budgets:
         """Changes the budgets; see `ModelEngine.resize`."""
         host_nbytes = None if host is None else parse_size(host)
-        if device is not None and parse_percent(device) is None:
-            device = parse_size(device)
+        device = None if device is None else parse_device_size(device)
         self.enter_between_steps("resize")
         components, sizes = self.components, dict[str, int]()
 
@@ -332,7 +331,9 @@ class EngineCore(EngineCallbacks):
         self.device_budget.end_step()
         self.components.activations.end_step(self.state.global_steps)
         self.state.ended()
-        self.components.meter.end_step(self.optimizer_step.stepped())
+        self.components.meter.end_step(
+            self.optimizer_step.stepped()._replace(host_given_back=self.host_watch.given_back)
+        )
 
     @uninterrupted
     def forget_gradients(self) -> None:

@@ -125,6 +125,8 @@ class HostWatch:
         self._arena, self._watches = components.arena, watches
         self._most = self._arena.nbytes
         """Bytes to which the budget grows again: that of the start or of `resize`, less what a batch has needed."""
+        self.given_back = 0
+        """Bytes of the budget that memory was short of, and that have not come back."""
         self._readings: list[HostReading] = []
         self._next = 0.0
         """Time of the next reading."""
@@ -151,6 +153,7 @@ class HostWatch:
     def resize(self, nbytes: int) -> None:
         """Gives the budget `nbytes` from now on, at most that of the start. No update may be under way."""
         self._most = min(nbytes, self._arena.most)
+        self.given_back = 0
         self._readings.clear()
         self._move(nbytes, "as asked", wait=True)
 
@@ -187,6 +190,7 @@ class HostWatch:
             self._grown = True
             try:
                 self._move(nbytes, f"{format_size(reading.room)} of memory are free again", wait=True)
+                self.given_back = max(0, self.given_back - (arena.nbytes - before))
             except BudgetError as error:  # another engine has it, and the user can still ask for it
                 self._most = before
                 logger.info("host memory stays %s: %s", format_size(before), error)
@@ -201,11 +205,13 @@ class HostWatch:
 
     def _shrink(self, nbytes: int, why: str) -> None:
         """Gives back what is clean now, and then, if that is not enough, what updates hold."""
+        before = self._arena.nbytes
         self._move(nbytes, why, wait=False)
         if self._arena.nbytes >= nbytes + PAGE:
             # calling thread: updates end by themselves, and the next use of their units would wait for them anyway.
             self._updates.come_to_rest(commit=False)
             self._move(nbytes, why, wait=True)
+        self.given_back += before - self._arena.nbytes
 
     def _move(self, nbytes: int, why: str, wait: bool) -> None:
         """Moves the end of the budget; with `wait`, no update is under way, and the end gets where it should."""

@@ -200,7 +200,7 @@ def is_finite(value: Any) -> bool:
     """Returns True if `value` is a finite number; False for objects that are no number."""
     try:
         return math.isfinite(value)
-    except (TypeError, ValueError, RuntimeError):
+    except (TypeError, ValueError, RuntimeError, OverflowError):
         return False
 
 

@@ -867,14 +867,17 @@ class UpdateWorker(Updates):
         if self._pipeline.writing:
             self._retire(wait=True)
             return True
-        if not self._jobs and self._commit():
-            return True
         with self._pager.lock:
             idle = not self._jobs and not self._queued and not self.offers.unsettled
             if self._busy and idle:
                 self._busy = False
                 self._pager.notify()
                 return True
+        # update thread: who waits for updates alone does not wait for the commit, which writes what memory has changed.
+        if not self._jobs and self._commit():
+            return True
+        with self._pager.lock:
+            idle = not self._jobs and not self._queued and not self.offers.unsettled
             if self._closing and idle:
                 return False
             if self._pager.version == seen:

@@ -76,6 +76,7 @@ def about(job: Job) -> dict[str, Any]:
         "device_budget_bytes": engine.device_memory,
         "planned_peak_bytes": memory["host"]["base"] + sum(memory["planned"].values()),
         "drive_tbw": config["offload"]["drive_tbw"],
+        "drive_budget": config["offload"]["drive_budget"],
         "drive_share": config["offload"]["drive_share"],
         **predicted,
     }

@@ -216,6 +216,8 @@ def merge(
         zero.setdefault("stage", 3)
     merged.setdefault("optimizer", {}).setdefault("type", "AdamW")
     _merge_line(merged, lines)
+    if _get(merged, ("optimizer", "params", "lr")) == 0 and merged.get("scheduler") is None:
+        lines.append("a learning rate (--lr) of 0 changes no weight: the run only computes losses")
     return merged, tuple(lines)
 
 

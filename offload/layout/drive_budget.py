@@ -112,4 +112,5 @@ def steps_between(budget: DriveBudget, written: Written, step: float) -> int:
     """Returns the steps from one commit to the next that the budget allows, with steps of `step` seconds."""
     left = budget.rate - written.each_step / step
     wait = written.at_commit / left if left > 0 else math.inf
-    return max(1, round(min(wait, LONGEST) / step))
+    between = min(wait, LONGEST) / step
+    return 1 if between <= 1 else max(2, round(between))

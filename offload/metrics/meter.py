@@ -83,6 +83,8 @@ class Stepped(NamedTuple):
     """Units updated under the backward whose update the step confirmed, and dropped; None if the run makes none."""
     drive_budget: float | None = None
     """The fraction of the drive budget that its present period has used; None without a budget."""
+    host_given_back: int = 0
+    """Bytes of the host budget that the system has back, since memory is short."""
 
 
 class Meter:
@@ -208,6 +210,8 @@ class StepMeter(Meter):
             values["early_updates"], values["early_updates_dropped"] = map(float, stepped.early_updates)
         if stepped.drive_budget is not None:
             values["drive_budget_used"] = stepped.drive_budget
+        if stepped.host_given_back:
+            values["host_given_back_bytes"] = float(stepped.host_given_back)
         values |= {"seconds": gone["seconds"] / 1e9, "read_bytes": gone["read"], "written_bytes": gone["written"]}
         if self._sent is not None:
             values |= {"collectives": float(gone["collectives"]), "sent_bytes": gone["sent"]}

@@ -39,7 +39,7 @@ from offload.fileio import atomic_write, open_inner
 from offload.fileio.jsonl import check_log, cut_log, hold_log, json_line
 from offload.notices import Headline, announce, show
 from offload.report.log import rate_words
-from offload.sizes import format_size
+from offload.sizes import format_share, format_size
 
 # -- writers -------------------------------------------------------------------------------------------
 #
@@ -344,7 +344,9 @@ def line(record: StepRecord, mean: Mapping[str, float], samples: float, memory: 
     if values.get("skipped_steps"):
         texts.append(f"{values['skipped_steps']:.0f} skipped")
     if "drive_budget_used" in values:
-        texts.append(f"{values['drive_budget_used']:.0%} of the drive budget")
+        texts.append(f"drive budget {format_share(values['drive_budget_used'])}")
+    if "host_given_back_bytes" in values:
+        texts.append(f"{format_size(values['host_given_back_bytes'])} of RAM given back")
     texts.append(f"{mean['seconds']:.3f} s a step, {samples / max(mean['seconds'], 1e-9):.1f} samples/s")
     rates = {name: mean[name] / mean[f"{name}_time"] for name in ("tflops", "mfu") if mean.get(name)}
     texts += filter(None, [rate_words(rates)])

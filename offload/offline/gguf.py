@@ -27,6 +27,7 @@ from offload.finetune.model import read_tokenizer
 from offload.model_io.deferred import origin_of
 from offload.model_io.folder import Stored
 from offload.model_io.save import check_room
+from offload.notices import folder_to_make
 from offload.offline.open_model import deferred_model
 from offload.presets import check_folder, quantized_bits
 
@@ -200,7 +201,7 @@ def check_file(out: Path) -> None:
     if out.exists() or out.is_symlink():
         raise StoreError(f"{out} exists already; give the file another name, or delete it")
     if not out.parent.is_dir():
-        raise StoreError(f"there is no folder {out.parent}")
+        raise StoreError(f"there is no folder {folder_to_make(out.parent)}")
     if not os.access(out.parent, os.W_OK | os.X_OK):
         raise StoreError(f"cannot write {out}: {out.parent} is not a folder that you may write; give another folder")
 

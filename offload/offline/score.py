@@ -57,6 +57,8 @@ class Total:
     tokens: int = 0
     counted: int = 0
     log_likelihood: float = 0.0
+    uncounted: int = 0
+    """Records without a token whose likelihood counts."""
     cut: int = 0
 
     def add(self, score: Score) -> None:
@@ -64,6 +66,7 @@ class Total:
         self.tokens += score.tokens
         self.counted += score.counted
         self.log_likelihood += score.log_likelihood or 0.0
+        self.uncounted += score.reward is None and not score.counted
         self.cut += score.cut
 
     @property

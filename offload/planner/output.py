@@ -212,6 +212,8 @@ def _of_budget(planned: Planned) -> list[tuple[str, str]]:
         words = (
             f"cannot be kept: {format_decimal(a_day)} a day, so it ends in {format_time(budget.nbytes * _DAY / a_day)}"
         )
+    elif memory.config.offload.thins_commits and memory.commit_every == 1:
+        words += "; each step is committed"
     elif memory.config.offload.thins_commits and memory.written.at_commit:
         words += (
             f"; a commit of {format_decimal(memory.written.at_commit)} every {count_of(memory.commit_every, 'step')}, "

@@ -24,6 +24,7 @@ from offload.hardware.probe import Tell, kept
 from offload.layout.memory_plan import Division, division_of
 from offload.layout.modes import DTYPES, MASTERS, MOMENT_DTYPES, RULE_LAYOUTS
 from offload.layout.pass_order import LAYER_MAJOR, SCHEDULES, makes_early_updates
+from offload.notices import folder_to_make
 from offload.planner import recommend
 from offload.planner.activations import Load, need, with_host_memory
 from offload.planner.hardware import (
@@ -396,9 +397,12 @@ def _check(request: PlanRequest) -> None:
     # Each message is written out, since docs/reference/errors.md lists it and users search for its words.
     if request.dtype is not None and request.dtype not in DTYPES:
         raise ConfigError(f"there is no dtype {request.dtype!r}: expected {', '.join(DTYPES)}")
-    if request.durability not in (None, *_DURABILITIES) and not str(request.durability).isdecimal():
+    every = str(request.durability)
+    if request.durability not in (None, *_DURABILITIES) and not (every.isdecimal() and int(every)):
         expected = ", ".join(_DURABILITIES)
-        raise ConfigError(f"there is no durability {request.durability!r}: expected {expected}, or a number of steps")
+        raise ConfigError(
+            f"there is no durability {request.durability!r}: expected {expected}, or a number of steps from 1 on"
+        )
     if request.moments is not None and request.moments not in MOMENT_DTYPES:
         raise ConfigError(f"expected --moments of {', '.join(MOMENT_DTYPES)}, got {request.moments!r}")
     if request.master is not None and request.master not in MASTERS:
@@ -502,7 +506,7 @@ def check_target(path: Path | None) -> None:
     if path.exists():
         raise ConfigError(f"{path} exists already; give another file")
     if not path.absolute().parent.is_dir():
-        raise ConfigError(f"there is no folder {path.absolute().parent}")
+        raise ConfigError(f"there is no folder {folder_to_make(path.absolute().parent)}")
 
 
 def ready(planned: Planned) -> dict[str, Any]:

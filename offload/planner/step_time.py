@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import functools
 import math
+import sys
 from collections import Counter, defaultdict
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -648,7 +649,43 @@ def _updated(memory: Memory, hardware: Hardware) -> float:
 
 
 def predict(memory: Memory, shape: Shape, hardware: Hardware, load: Load, coarse: bool = False) -> Timing:
-    """Returns the prediction of a step. `coarse` simulates fewer steps and tiles, to compare many plans."""
+    """Returns the prediction of a step. `coarse` simulates fewer steps and tiles, to compare many plans.
+
+    Where some states are written at commits alone, it is the mean from one commit to the next: a commit writes them in
+    one step, and the drives cannot spread its bytes over the others.
+    """
+    every = memory.commit_every
+    if not memory.placement.deferred(memory.parts, memory.slots, every):
+        return _predict(memory, shape, hardware, load, coarse)
+    calm, due = (
+        _predict(replace(memory, commit_every=steps), shape, hardware, load, coarse) for steps in (sys.maxsize, 1)
+    )
+
+    def mean(of_calm: float, of_due: float) -> float:
+        return of_calm + (of_due - of_calm) / every
+
+    busy = {name: mean(seconds, due.busy[name]) for name, seconds in calm.busy.items()}
+    waited = Waited(*map(mean, calm.waited, due.waited))
+    limit, limit_seconds = _limit(busy, waited)
+    return replace(
+        calm,
+        seconds=mean(calm.seconds, due.seconds),
+        formula_seconds=mean(calm.formula_seconds, due.formula_seconds),
+        busy=busy,
+        limit=limit,
+        limit_seconds=limit_seconds,
+        waited=waited,
+        moved=Moved(*(round(mean(*amounts)) for amounts in zip(calm.moved, due.moved, strict=True))),
+    )
+
+
+def _limit(busy: Mapping[str, float], waited: Waited) -> tuple[str, float]:
+    """Returns what is busy for longest, and for how long."""
+    # Waits for room in the host budget count as a resource of their own: no hardware is busy then.
+    return max({**busy, "budget": waited.room}.items(), key=lambda each: each[1])
+
+
+def _predict(memory: Memory, shape: Shape, hardware: Hardware, load: Load, coarse: bool) -> Timing:
     if load.accumulation > MOST_MICRO_BATCHES:
         raise ConfigError(
             f"a plan simulates at most {MOST_MICRO_BATCHES} micro-batches a step, got {load.accumulation}; lower "
@@ -686,8 +723,7 @@ def predict(memory: Memory, shape: Shape, hardware: Hardware, load: Load, coarse
     # If both add up the same seconds, rounding may make the bound the larger one.
     bound = min(_least(passes, memory, costs, rates), found.seconds)
     busy = _busy(found, costs, rates, compute, hardware)
-    # Waits for room in the host budget count as a resource of their own: no hardware is busy then.
-    limit, limit_seconds = max({**busy, "budget": found.waited.room}.items(), key=lambda each: each[1])
+    limit, limit_seconds = _limit(busy, found.waited)
     return Timing(
         seconds=found.seconds,
         compute_seconds=compute,
@@ -707,11 +743,10 @@ def timed(memory: Memory, shape: Shape, hardware: Hardware, load: Load, coarse: 
     """Returns the prediction of a step, and the memory with the interval of commits that its drive budget allows."""
     timing = predict(memory, shape, hardware, load, coarse)
     if memory.budget is not None and memory.config.offload.thins_commits and memory.commit_every > 1:
+        written = memory.written  # of an interval at which what is in memory is written at commits alone
         # A step with fewer writes is shorter, so that the budget allows fewer commits a step.
         for _ in range(_ROUNDS):
-            every = steps_between(memory.budget, memory.written, timing.seconds)
-            # At every second step what is in memory is still written at commits alone.
-            memory = replace(memory, commit_every=max(every, 2))
+            memory = replace(memory, commit_every=steps_between(memory.budget, written, timing.seconds))
             timing = predict(memory, shape, hardware, load, coarse)
     return memory, timing
 

@@ -10,7 +10,7 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
-from offload.errors import ConfigError
+from offload.errors import ConfigError, printable
 from offload.prices import Cost, Prices, as_json, cost, dollars, in_words
 from offload.records import parse
 from offload.report.charts import format_number, seconds_unit
@@ -18,7 +18,7 @@ from offload.report.links import busy, updates
 from offload.report.log import Log, column, is_number, median_rates, number, open_to_read, plain
 from offload.report.phases import PARTS, advice, bound
 from offload.report.timeline_view import Window
-from offload.sizes import count_of, format_decimal, format_size, format_time
+from offload.sizes import count_of, format_decimal, format_share, format_size, format_time
 
 # -- drive wear ----------------------------------------------------------------------------------------
 #
@@ -263,6 +263,7 @@ def figures(
         "host_peak_bytes": max(column(log.steps, "host_peak_bytes"), default=None),
         "device_peak_bytes": max(column(log.steps, "device_peak_bytes"), default=None),
         "drives": _drives(log, steady, about),
+        "drive_budget": _budget(log, about),
         "cost": None if prices is None else _cost(log, about, prices),
         "links": None if window is None else busy(window.spans, window.start, window.end),
         "updates": None if window is None else updates(window.spans, window.start, window.end),
@@ -316,6 +317,20 @@ def dollars_of(figures: Mapping[str, Any]) -> list[str]:
         return []
     spent = Cost(about["parts_dollars"], about["seconds"], about["tokens"])
     return [f"cost: {dollars(spent.total)} so far; {in_words(spent)}"]
+
+
+def _budget(log: Log, about: Mapping[str, Any]) -> dict[str, Any] | None:
+    """Returns the drive budget of a run, and the fraction of its period that the last step has used; None without."""
+    text, used = about.get("drive_budget"), column(log.steps, "drive_budget_used")
+    return {"budget": text, "used": used[-1]} if isinstance(text, str) and used else None
+
+
+def budget_words(figures: Mapping[str, Any]) -> list[str]:
+    """Returns a line on the drive budget of a run; none without one."""
+    budget = figures["drive_budget"]
+    if budget is None:
+        return []
+    return [f"drive budget {printable(budget['budget'])}: {format_share(budget['used'])} used by the last step"]
 
 
 def _drives(log: Log, steady: Sequence[Mapping[str, Any]], about: Mapping[str, Any]) -> list[dict[str, Any]]:

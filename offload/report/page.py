@@ -25,7 +25,7 @@ from offload.report.charts import (
     seconds_unit,
     stack,
 )
-from offload.report.figures import early_words, time_of, words
+from offload.report.figures import budget_words, early_words, time_of, words
 from offload.report.links import LINKS
 from offload.report.log import Log, number, rate_words
 from offload.report.phases import PARTS, parts, verdict
@@ -160,6 +160,7 @@ def _tiles(figures: Mapping[str, Any]) -> list[Tile]:
         # The worst drive counts: it fails first.
         shares = [drive["share"] for drive in figures["drives"] if drive["share"] is not None]
         more = f"{max(shares):.2%} of rated life at the end" if shares else "drive_tbw is not set"
+        more = "; ".join((more, *budget_words(figures)))
         tiles.append(Tile("written to drives", format_decimal(total), more))
     if (spent := figures["cost"]) is not None:
         parts = ", ".join(f"{name} {dollars(value)}" for name, value in spent["parts_dollars"].items())

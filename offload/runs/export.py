@@ -35,6 +35,7 @@ from offload.model_io.save import (
 )
 from offload.model_io.saved_names import described_adapter, described_names
 from offload.model_io.source import Source, StoreSource
+from offload.notices import folder_to_make
 from offload.offline.merge import ADAPTER_CONFIG, ADAPTER_WEIGHTS
 from offload.runs.own_checkpoint import find_own
 from offload.swapper.store import note_saved as write_note
@@ -160,7 +161,7 @@ def check_target(out: Path) -> None:
     if out.is_mount():
         raise StoreError(f"{out} is a drive's root, which cannot be replaced; give a folder in it")
     if not out.parent.is_dir():
-        raise StoreError(f"there is no folder {out.parent}")
+        raise StoreError(f"there is no folder {folder_to_make(out.parent)}")
 
 
 def note_saved(source: Source, path: Path) -> None:

@@ -77,12 +77,12 @@ def test_a_row_and_a_run_that_is_killed(tmp_path: Path, monkeypatch: pytest.Monk
 @pytest.mark.parametrize(
     ("options", "words"),
     [
-        (("/none/such",), "there is no folder /none/such"),
+        (("/none/such",), "there is no folder /none/such; make it with `mkdir -p /none/such`"),
         ((".", "--minutes", "0"), "expected minutes above 0"),
         ((".", "--only", "llama-2b"), "--only llama-2b: expected text, peers or a preset: gpt2-tiny, gpt2-small"),
         ((".", "--only", "./folder"), "--only ./folder: expected text, peers or a preset"),
         ((".", "--output", "."), "--output . is a folder: give a file"),
-        ((".", "--output", "/none/such/file"), "there is no folder /none/such"),
+        ((".", "--output", "/none/such/file"), "there is no folder /none/such; make it with `mkdir -p /none/such`"),
         pytest.param((".", "--gpu-memory", "24GiB"), "--gpu-memory limits a GPU", marks=WITHOUT_GPU),
     ],
 )

@@ -74,7 +74,25 @@ def test_a_drive_that_the_run_would_wear_is_warned_of_before_it_is_worn() -> Non
     output = call("--config", "ds.json", "--steps", "4", "--offload-optimizer", "nvme", "--run", "much").stdout
     (warned,) = [line for line in output.splitlines() if line.startswith("warning: ")]
     assert "of its rated 1 GB (drive_tbw)" in warned
-    assert "warning" not in call("--config", "ds.json", "--steps", "1", "--run", "little").stdout
+    output = call("--config", "ds.json", "--steps", "1", "--run", "little", "--lr", "0").stdout
+    assert "warning" not in output and "a learning rate (--lr) of 0 changes no weight" in output
+
+
+def test_notices_of_an_engine_that_trains_are_shown(caplog: pytest.LogCaptureFixture) -> None:
+    options = ("--steps", "2", "--keep-every", "1", "--run", "kept")
+    assert "is not kept" not in call(*options).output
+    call(*options, "--seed", "1")
+    assert any(re.match("offload: step 1 is not kept: .* is a step of another run", line) for line in caplog.messages)
+
+
+def test_the_bytes_in_all_have_the_last_commit_and_the_report_has_the_budget() -> None:
+    tiers = ("--offload-param", "cpu", "--offload-optimizer", "cpu", "--drive-budget", "1GB/day", "--keep")
+    found = facts(call("--steps", "2", *tiers, "--log", "log", "--json"))
+    ((_, drive),) = found["drive_written_bytes"].items()
+    assert drive["run"] > 12 * found["parameters"] > sum(found["written_bytes"]), "the end commits"
+    done = CliRunner().invoke(app, ["report", "log"])
+    assert re.search("drive budget 1GB/day: .*% used by the last step", done.stdout), done.output
+    assert "drive budget 1GB/day: " in Path("log.html").read_text()
 
 
 def test_a_schedule_of_the_file_ends_with_the_steps() -> None:

@@ -412,6 +412,7 @@ def test_score_gives_the_log_likelihood_of_each_record(folder: Path, tmp_path: P
     assert [each["counted"] for each in found] == [len(text) - 1, len(completion), 0, len(chat) - assistant, 0]
     assert [each.get("cut", False) for each in found] == [False, False, False, False, True]
     assert "limited by" in result.stderr and "perplexity" in result.stderr and "nothing is written" in result.stderr
+    assert "2 records have no token that counts" in result.stderr
     assert {path: path.stat().st_mtime_ns for path in folder.iterdir()} == before
 
 

@@ -324,6 +324,10 @@ def test_the_search_names_the_positions_of_a_model(tmp_path: Path) -> None:
     [
         (("--activations", "ram"), "expected --activations of device, cpu, nvme, auto"),
         (("--tile-mlp", "0"), "expected --tile-mlp of auto, off or a number"),
+        (
+            ("--durability", "0"),
+            "there is no durability '0': expected auto, step, none, or a number of steps from 1 on",
+        ),
         (("--activations", "cpu", "--no-gradient-checkpointing"), "leave one of them out"),
         (("--longest-sequence", "--measure"), "writes and measures nothing"),
         (("--batch-size", "4000", "--no-chunked-loss"), "--chunked-loss"),

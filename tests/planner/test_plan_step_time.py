@@ -65,6 +65,20 @@ def test_states_that_overflow_the_host_budget_cost_what_states_configured_for_dr
     assert seconds["cpu"] <= 48 and seconds["cpu"] <= 1.1 * seconds["nvme"]
 
 
+def test_a_step_with_rare_commits_is_the_mean_of_those_with_and_without() -> None:
+    """The drives write the states of a commit in one step, and are idle in the others."""
+    shape = from_count(350 * 10**6, 8, 1024)
+    machine = described("RTX 4090", 32 * GIB, [parse_drive("7GB/s,1GB/s")])
+    calm, rare, each = (
+        plan(shape, machine, Load(1, 1, True), weights="cpu", states="cpu", durability=durability).timing
+        for durability in ({"every": 10**9}, {"every": 4}, "step")
+    )
+    assert calm.seconds < 0.5 and each.seconds > 4, "12 bytes of each parameter at 1 GB/s"
+    assert rare.seconds == pytest.approx((3 * calm.seconds + each.seconds) / 4)
+    assert rare.moved.written == pytest.approx(each.moved.written / 4, rel=1e-6)
+    assert rare.waited.update == pytest.approx((3 * calm.waited.update + each.waited.update) / 4)
+
+
 def test_the_states_that_a_step_needs_first_are_not_read(monkeypatch: pytest.MonkeyPatch) -> None:
     shape = from_name("llama-1b", 1024, torch.bfloat16)
     machine = described("RTX 4090", 64 * GIB, [parse_drive("2GB/s")])

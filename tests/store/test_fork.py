@@ -6,7 +6,9 @@ import errno
 import hashlib
 import json
 import re
+import shutil
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -131,6 +133,14 @@ def test_a_full_drive_costs_the_copy_alone(
     assert_same_tensors(until(tmp_path, 5, keep_every=2), unbroken.weights)
     assert re.search("offload: step 2 is not kept: .*No space left", capfd.readouterr().err)
     assert {path.name for path in tmp_path.iterdir()} == {"default", "unbroken"}
+
+
+def test_a_fork_without_room_is_told_to_free_some(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    until(tmp_path, 1)
+    monkeypatch.setattr(shutil, "disk_usage", lambda _: SimpleNamespace(total=1 << 40, used=1 << 40, free=4096))
+    done = command("fork", tmp_path / "default", "branch")
+    assert done.exit_code and re.search("free; free some room, for example by `offload rm`", done.stderr), done.stderr
+    assert "durability" not in done.output, "a fork has the slots of its run"
 
 
 def test_steps_of_another_run_of_the_name_stay(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:

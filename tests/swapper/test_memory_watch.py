@@ -134,21 +134,23 @@ def test_memory_high_lowered_and_raised_ten_times_changes_no_bit(
 
 
 def test_shrinking_stops_at_what_the_engine_needs_and_frees_pages(machine: Machine, tmp_path: Path) -> None:
-    engine = machine.engine = start(JOB, ("nvme", "nvme"), tmp_path, host_memory=BUDGET)
+    engine = machine.engine = start(JOB, ("nvme", "nvme"), tmp_path, host_memory=BUDGET, log=str(tmp_path / "log"))
     for number in range(3):
         train_step(engine, JOB, number)
+    assert "host_given_back_bytes" not in engine.measured
     before, used = engine.host_memory, machine.used
     machine.high = "4096"
     train_step(engine, JOB, 3)
     given = before - engine.host_memory
     assert given > 0 and used - machine.used >= given // 2
+    assert engine.measured["host_given_back_bytes"] == given
     with pytest.raises(BudgetError, match="the least that works is"):
         engine.resize(host_memory=engine.host_memory - 1)
     engine.destroy(remove=True)
 
 
 def test_a_budget_that_the_user_has_set_is_the_one_that_comes_back(machine: Machine, tmp_path: Path) -> None:
-    engine = machine.engine = start(JOB, ("nvme", "nvme"), tmp_path, host_memory=BUDGET)
+    engine = machine.engine = start(JOB, ("nvme", "nvme"), tmp_path, host_memory=BUDGET, log=str(tmp_path / "log"))
     middle = engine.resize(host_memory=engine.host_memory - 256 * 1024).host_memory
     machine.high = str(machine.used)
     engine.wake()
@@ -158,6 +160,8 @@ def test_a_budget_that_the_user_has_set_is_the_one_that_comes_back(machine: Mach
         engine.wake()
         train_step(engine, JOB, 0) if engine.host_memory < middle else None
     assert engine.host_memory == middle
+    train_step(engine, JOB, 0)
+    assert "host_given_back_bytes" not in engine.measured, "the budget has come back"
     engine.destroy(remove=True)
 
 

@@ -126,6 +126,10 @@ def test_a_budget_that_no_engine_can_have_is_an_error_before_anything_changes(
     for wrong_size in ("many", True, "50%"):
         with pytest.raises(ConfigError, match="expected a"):
             engine.resize(host_memory=wrong_size)
+    with pytest.raises(
+        ConfigError, match=r"expected a size .*'50%' \(of the weights\) or a number of bytes, got 'auto'"
+    ):
+        engine.resize(device_memory="auto")
     assert engine.resize() == before and resident(engine) == used
     engine.backward(JOB.loss(engine, 0, 0))
     with pytest.raises(UsageError, match=r"resize was called while gradients wait for step\(\)"):

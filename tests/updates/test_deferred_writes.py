@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +11,7 @@ import pytest
 import torch
 
 import offload
+from offload import testing
 from tests.support.models import GPT2, LORA, MIXTURE
 from tests.support.oracle import (
     Job,
@@ -57,6 +59,42 @@ def test_a_step_between_commits_writes_nothing(job: Job, placement: tuple[str, s
     assert steps[2] + steps[3] >= states and steps[5] + steps[6] >= states
     assert max(steps[0], steps[1], steps[4], steps[7]) < states / 4
     assert_same(usual._replace(losses=losses, norms=norms, weights=weights), usual)
+
+
+def test_updates_have_ended_before_a_commit_writes_their_results(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    held, computes, commits, committed = threading.Event(), threading.Event(), threading.Event(), list[int]()
+    computes.set()
+
+    def update(real: Any, *args: Any, **options: Any) -> Any:
+        computes.wait(60)
+        return real(*args, **options)
+
+    def commit(real: Any, *args: Any, **options: Any) -> None:
+        held.set()
+        commits.wait(20)
+        real(*args, **options)
+        committed.append(1)
+
+    testing.intercept(monkeypatch, "kernel.update", update)
+    engine = begin(JOB, ("cpu", "cpu"), tmp_path)
+    for step in range(2):
+        train_step(engine, JOB, step)
+    testing.intercept(monkeypatch, "store.commit", commit)
+    computes.clear()
+    train_step(engine, JOB, 2)
+    engine.wake()  # the first call after the step delivers the blob while the updates go on
+    computes.set()
+    worker = testing.inspect(engine).update_worker
+    assert worker is not None
+    worker.finish(commit=False)
+    assert not committed, "the wait for updates was no wait for the drives"
+    assert held.wait(60)
+    commits.set()
+    engine.synchronize()
+    assert committed == [1]
+    engine.destroy(remove=True)
 
 
 def test_a_killed_run_resumes_at_its_commit(tmp_path: Path) -> None:

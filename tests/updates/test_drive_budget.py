@@ -174,6 +174,8 @@ def test_the_end_of_a_budget_by_hand() -> None:
     assert steps_between(budget, Written(0, 1e11), 864) == 10, "ten commits a day"
     assert steps_between(budget, Written(9e9, 1e11), 864) == 100, "0.9 TB a day are left to the steps"
     assert steps_between(budget, Written(10e9, 1e11), 864) == 100, "once a day"
+    assert steps_between(budget, Written(0, 9e9), 864) == 1
+    assert steps_between(budget, Written(0, 1.2e10), 864) == 2, "each step would write more than the budget"
 
 
 # -- a run ---------------------------------------------------------------------------------------------
@@ -372,6 +374,89 @@ def test_the_first_rank_decides_for_all(ranks: RankPool, tmp_path: Path) -> None
     assert one == other and len(set(one)) > 3
 
 
+# -- bytes by mode -------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("tier", "options", "each"),
+    [
+        ("nvme", {"durability": "step"}, 12),
+        ("nvme", {"durability": {"every": 3}}, 12),
+        ("nvme", {"durability": "none"}, 12),
+        ("cpu", {"durability": "step"}, 12),
+        ("cpu", {"durability": {"every": 3}}, 4),
+        ("cpu", {"durability": "none"}, 0),
+    ],
+    ids=str,
+)
+def test_the_bytes_a_parameter_and_step_of_each_mode(
+    tier: str, options: dict[str, Any], each: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The table of docs/concepts/drive-wear.md. What a commit writes beside states is not counted here."""
+    least = {"host_memory": least_host_memory(JOB, tmp_path)} if tier == "nvme" else {}
+    engine = start(JOB, (tier, tier), tmp_path, **options, **least)
+    counted = [0]
+
+    def write(real: Any, store: Any, unit: int, state: Any, slot: int, start: int, buffer: memoryview) -> Any:
+        counted[0] += len(buffer)
+        return real(store, unit, state, slot, start, buffer)
+
+    testing.intercept(monkeypatch, "store.write", write)
+    for step in range(9):
+        if step == 3:
+            engine.synchronize()
+            counted[0] = 0
+        train_step(engine, JOB, step)
+    engine.synchronize()
+    assert counted[0] == 6 * each * STATES / 12
+    engine.destroy(remove=True)
+
+
+# -- damage --------------------------------------------------------------------------------------------
+
+
+GARBAGE = {
+    "nothing": b"",
+    "zeros": bytes(512),
+    "noise": random.Random(0).randbytes(512),
+    "no number": b'{"at": "now"}',
+    "a huge number": b'{"at": 1%s, "credit": 0, "since": 0, "spent": 0, "committed": 0, "life": 0}' % (b"0" * 400),
+    "a credit without end": b'{"at": 0, "credit": 1e300, "since": 0, "spent": -1e300, "committed": 0, "life": 0}',
+    "deep": b"[" * 300,
+    "long": b" " * (1 << 21),
+}
+
+
+@pytest.mark.parametrize("garbage", GARBAGE)
+def test_a_damaged_account_begins_anew_without_credit(
+    garbage: str, clock: Clock, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    budget = 4 * STATES
+    begin(tmp_path, f"{budget}/day").destroy(remove=False)
+    (tmp_path / "default" / "rank0" / "budget").write_bytes(GARBAGE[garbage])
+    engine = begin(tmp_path, f"{budget}/day", resume="must")
+    (line,) = [line for line in said(caplog) if "is no account of a drive budget" in line]
+    assert "this run's count begins anew" in line
+    made = set()
+    for step in range(12):
+        clock.now += DAY / 40
+        train_step(engine, JOB, step)
+        made.add(committed(engine))
+        assert written(engine) <= budget * (step + 1) / 40 + 60_000, "what the budget allows from here on"
+    assert made == {0, 10} or made == {0, 11}
+    engine.destroy(remove=True)
+
+
+def test_a_bit_that_flips_in_an_account_is_found(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    begin(tmp_path, "1TB/day").destroy(remove=False)
+    path = tmp_path / "default" / "rank0" / "budget"
+    content = bytearray(path.read_bytes())
+    content[content.index(b'"credit": ') + 11] ^= 1
+    path.write_bytes(content)
+    begin(tmp_path, "1TB/day", resume="must").destroy(remove=True)
+    assert sum("its checksum is wrong" in line for line in said(caplog)) == 1
+
+
 # -- before a run --------------------------------------------------------------------------------------
 
 
@@ -408,3 +493,11 @@ def test_a_plan_says_when_a_budget_ends() -> None:
 def test_a_plan_refuses_a_budget_that_is_none() -> None:
     done = CliRunner().invoke(app, [*PLAN, "--gpu", "4GB", "--drive", "7GB/s,5GB/s", "--drive-budget", "1TB"])
     assert done.exit_code == 2 and "expected bytes over a time" in done.output
+
+
+def test_a_plan_with_a_large_budget_commits_each_step() -> None:
+    given = ("--ram", "32GB", "--drive-budget", "900TB/h")
+    found = plan(*given, "--json")
+    assert found["drive_budget"]["commit_every"] == 1 and found["drive_budget"]["excess_bytes_per_second"] == 0
+    assert found["step"]["written_bytes"] == pytest.approx(12 * 350e6, rel=0.02)
+    assert "a day to a drive; each step is committed" in plan(*given)["text"]

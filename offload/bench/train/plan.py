@@ -14,6 +14,7 @@ import offload
 from offload import precision
 from offload.errors import ConfigError
 from offload.kernels import settings
+from offload.notices import folder_to_make
 from offload.presets import build, check_name, check_positions, require_transformers
 from offload.swapper.memory.device import compute_device
 
@@ -119,7 +120,7 @@ def make_plan(
     contenders; plain PyTorch always runs.
     """
     if not folder.is_dir():
-        raise ConfigError(f"there is no folder {folder}")
+        raise ConfigError(f"there is no folder {folder_to_make(folder)}")
     if dtype not in DTYPES:
         raise ConfigError(f"there is no dtype {dtype!r} here: expected {', '.join(DTYPES)}")
     numbers = {"batch-size": batch_size, "seq-len": seq_len, "micro-batches": micro_batches}

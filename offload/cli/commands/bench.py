@@ -23,6 +23,7 @@ from offload.cli.console import BAD_INPUT, FAILED, Json, echo, errors, make_tabl
 from offload.cli.options import Command, HelpContext, dtypes, takes_options
 from offload.cli.signals import signals
 from offload.errors import ConfigError
+from offload.notices import folder_to_make
 from offload.sizes import format_size, parse_size
 
 
@@ -50,7 +51,7 @@ def check_plot(path: Path | None) -> None:
         raise ConfigError(f"expected a file that ends in .png, .svg or .pdf, got {path}")
     folder = path.absolute().parent
     if not folder.is_dir():
-        raise ConfigError(f"there is no folder {folder}")
+        raise ConfigError(f"there is no folder {folder_to_make(folder)}")
     # Access is checked now, so that minutes of measuring are not lost.
     if path.is_dir() or not os.access(path if path.exists() else folder, os.W_OK):
         raise ConfigError(f"{path} cannot be written")
@@ -375,9 +376,9 @@ def _check_gpu_options(typed: GpuOptions) -> None:
     if typed.device not in ("cuda", "cpu"):
         raise ConfigError(f"expected --device cuda or cpu, got {typed.device!r}")
     if not Path(typed.folder).is_dir():
-        raise ConfigError(f"there is no folder {typed.folder}")
+        raise ConfigError(f"there is no folder {folder_to_make(typed.folder)}")
     if not typed.output.absolute().parent.is_dir():
-        raise ConfigError(f"there is no folder {typed.output.absolute().parent}")
+        raise ConfigError(f"there is no folder {folder_to_make(typed.output.absolute().parent)}")
     for name, choices in _CHOICES.items():
         if getattr(typed, name) not in (None, *choices):
             raise ConfigError(
@@ -499,7 +500,7 @@ def bench_card(typed: CardOptions) -> None:
     """
     with errors(BAD_INPUT):
         if typed.output is not None and not typed.output.absolute().parent.is_dir():
-            raise ConfigError(f"there is no folder {typed.output.absolute().parent}")
+            raise ConfigError(f"there is no folder {folder_to_make(typed.output.absolute().parent)}")
         if typed.output is not None and typed.output.is_dir():
             raise ConfigError(f"--output {typed.output} is a folder: give a file")
         limit = _size(typed.gpu_memory)

@@ -222,6 +222,11 @@ def score(typed: ScoreOptions) -> None:
         if total.perplexity is not None:
             mean = total.log_likelihood / total.counted
             _say(f"log-likelihood {mean:.4f} a token, perplexity {total.perplexity:.4f}, of {total.counted} tokens")
+        if total.uncounted:
+            _say(
+                f"{count_of(total.uncounted, 'record has', 'records have')} no token that counts, and null as score: "
+                "of a chat the turns of the assistant count, of a completion its text"
+            )
         if total.cut:
             _say(f"{count_of(total.cut, 'record was', 'records were')} cut to a row; a longer --seq-len cuts less")
         if typed.json_output:

@@ -46,7 +46,7 @@ def report(
     is not what was expected. Example: offload report run.jsonl --trace trace.json.gz -o run.html
     """
     from offload.prices import read_prices
-    from offload.report.figures import dollars_of, figures, read_plan
+    from offload.report.figures import budget_words, dollars_of, figures, read_plan
     from offload.report.links import LINKS
     from offload.report.log import read_log
     from offload.report.page import page
@@ -86,7 +86,8 @@ def report(
             print(f"change first: {by.first_change}")
         else:
             print(by.advice)
-        for line in (*([found["predicted_rates"]] if found["predicted_rates"] else ()), *dollars_of(found)):
+        rates = [found["predicted_rates"]] if found["predicted_rates"] else []
+        for line in (*rates, *budget_words(found), *dollars_of(found)):
             print(line)
         if found["links"]:
             print("busy: " + ", ".join(f"{LINKS[link]} {share:.0%}" for link, share in found["links"].items()))

@@ -36,7 +36,7 @@ from offload.notices import shell_command
 from offload.report.figures import compare, early_updates, early_words, forecast, warning, words
 from offload.report.log import median_rates, rate_words
 from offload.report.phases import Bound, advice, bound
-from offload.sizes import count_of, format_decimal, format_size
+from offload.sizes import count_of, format_decimal, format_share, format_size
 
 if TYPE_CHECKING:
     from offload.finetune.corpus.chats import Example
@@ -134,7 +134,9 @@ class ProgressLine:
         if report.predicted_seconds is not None:
             text += f"  {report.seconds:.3g} s, predicted {report.predicted_seconds:.3g}"
         if (used := report.measured.get("drive_budget_used")) is not None:
-            text += f"  drive budget {used:.0%}"
+            text += f"  drive budget {format_share(used)}"
+        if given_back := report.measured.get("host_given_back_bytes"):
+            text += f"  {format_size(given_back)} of RAM given back"
         if self._progress is not None:
             self._progress.update(self._task, completed=report.step, description=text)
         if self._is_due(report.step):
@@ -185,13 +187,10 @@ def wear(job: Any, reports: Sequence[Any]) -> Iterator[str]:
 
 def facts(job: Any, reports: Sequence[Any]) -> dict[str, Any]:
     """Returns the summary's fields of `--json`."""
-    by, engine = _bound(reports), job.engine
+    by = _bound(reports)
     return {
         "bound_by": None if by is None else by.by,
         "step_parts_seconds": {} if by is None else dict(by.parts),
-        "drive_written_bytes": {
-            drive.path: {"run": drive.run_bytes, "life": drive.life_bytes} for drive in engine.drive_writes()
-        },
         **early_updates([report.line() for report in reports]),
         "predicted": compare(job.predicted, _steady(reports)),
         "doubts": list(job.predicted.get("doubts", ())),
@@ -361,6 +360,20 @@ class _Result:
     """Fraction of the cores that other processes used; None if unknown, or with several ranks."""
 
 
+_NOTICES = logging.getLogger("offload.notices")
+"""Notices of the start and of the end are lines of this command, so the logger must not repeat them."""
+
+
+@contextmanager
+def _notices_shown() -> Iterator[None]:
+    """Shows the notices of an engine that trains, such as that a drive fails, inside the context."""
+    _NOTICES.setLevel(logging.INFO)
+    try:
+        yield
+    finally:
+        _NOTICES.setLevel(logging.ERROR)
+
+
 class Output(Console):
     """A console that raises an error if its output was closed, so that the run keeps its steps and reports the error.
 
@@ -392,8 +405,7 @@ class Training:
         from offload.finetune.output import Finished
 
         logging.getLogger("offload").setLevel(logging.WARNING)
-        # The console shows notices already, so the logger must not repeat them.
-        logging.getLogger("offload.notices").setLevel(logging.ERROR)
+        _NOTICES.setLevel(logging.ERROR)
         try:
             with Signals() as signals:
                 # Before the first step nothing needs cleaning up, so a signal may end the process inside native code.
@@ -450,6 +462,7 @@ class Training:
         ended = engine.global_steps >= job.steps
         with (
             self._ended_on_error(job, options),
+            _notices_shown(),
             StepLog(options.log, lambda words: print(words, file=sys.stderr, flush=True)) as log,
             ProgressLine(self.console, job, options.log_every) as line,
         ):
@@ -479,9 +492,13 @@ class Training:
             remove = not (options.keep or ended)
             with self._ended_on_error(job, options):
                 job.save_model()
-                # The numbers are read now, since `job.finish` closes the engine.
+                # Most numbers are read now, since `job.finish` closes the engine.
                 result = self._facts(job)
                 job.finish(remove)
+                # With the last commit, which the end makes.
+                result.drive_written_bytes = {
+                    each.path: {"run": each.run_bytes, "life": each.life_bytes} for each in job.engine.drive_writes()
+                }
             try:
                 self._show(job, result, remove)
             except OSError as error:  # the run itself has ended well

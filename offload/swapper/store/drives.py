@@ -96,18 +96,21 @@ def find_drive_shortage(paths: Sequence[Path], needs: Sequence[int]) -> Shortage
     return None
 
 
-def no_room(short: Shortage, slots: int) -> StoreError:
+def no_room(short: Shortage, spec: StoreSpec) -> StoreError:
     """Returns the error for a store that does not fit, with the bytes needed and free, and the remedies.
 
-    For a store with two `slots`, the message suggests a store with one slot.
+    For a store with two slots, the message suggests a store with one slot. A fork has the slots and drives of its run.
     """
-    half = (
-        ', or set "durability": "none" in the "offload" block (one slot instead of two for all trained state; a '
-        "killed run cannot be resumed)"
-    )
+    cure = "free some room, or add a drive to nvme_path"
+    if "forked_from" in spec.about:
+        cure = "free some room, for example by `offload rm` of a kept step or a run that is not needed"
+    elif spec.slots == 2:
+        cure += (
+            ', or set "durability": "none" in the "offload" block (one slot instead of two for all trained state; a '
+            "killed run cannot be resumed)"
+        )
     return StoreError(
-        f"the swap files need {format_size(short.need)}, {short.path} has {format_size(short.free)} "
-        f"free; free some room, or add a drive to nvme_path{half if slots == 2 else ''}"
+        f"the swap files need {format_size(short.need)}, {short.path} has {format_size(short.free)} free; {cure}"
     )
 
 

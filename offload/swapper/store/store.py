@@ -135,7 +135,7 @@ class SwapFiles:
         taken, nbytes = allocated_nbytes(self.folders), self._spec.nbytes if nbytes is None else nbytes
         short = find_shortage([folder.parent.parent for folder in self.folders], nbytes - taken)
         if short is not None:
-            raise no_room(short._replace(need=nbytes, free=short.free + taken), self._spec.slots)
+            raise no_room(short._replace(need=nbytes, free=short.free + taken), self._spec)
 
     def create(self, run_id: str | None, stripes: Sequence[int] = (), reserve: bool = True) -> None:
         """Deletes the remainders of an earlier start, reserves all room and writes empty records and the manifests.
@@ -180,7 +180,7 @@ class SwapFiles:
 
     def _raise_if_short(self, short: Shortage | None) -> None:
         if short is not None:
-            raise no_room(short, self._spec.slots)
+            raise no_room(short, self._spec)
 
     def open(self, copy: StoreManifest, step: int) -> list[str]:
         """Opens the states file of a commit.
