@@ -1,5 +1,6 @@
 """Flipped bits in memory: which are found, after how many steps, and that a step made again has the calm run's bits.
 
+The lowest 12 bits of fp32 stay: where they round away, a call that is audited may have the same bits as without.
 Promised are flips within a call that an audit draws, and flips on drives and on the way from them. Nothing compares
 moments in RAM, or weights between their read and the forward: such flips are counted, and not expected to be found.
 """
@@ -21,7 +22,7 @@ from torch import nn
 from offload import testing
 from offload.activations.audit import choose
 from offload.aio import File
-from offload.errors import AuditError, IoError
+from offload.errors import AuditError, EngineFailed, IoError, NumericsError
 from offload.states import State
 from offload.torch_internals import inside_backward
 from tests.support.drives.fault_injection import LateQueue, flip_bit, use_queue
@@ -137,8 +138,9 @@ def strike(seed: int, folder: Path) -> tuple[str, str]:
     """Trains under one fault. Returns where it is, and what found it."""
     chance = random.Random(seed)
     where, moment = chance.choice(IN_CALLS + ELSEWHERE), chance.randrange(1, 4)
-    number, element, bit = chance.randrange(BLOCKS), chance.randrange(1 << 20), chance.randrange(32)
-    placement = ("nvme", "cpu" if where == "moment in RAM" else "nvme")
+    number, element, bit = chance.randrange(BLOCKS), chance.randrange(1 << 20), chance.randrange(12, 32)
+    # A copy of weights on a drive may be read again between forward and backward, and is right then.
+    placement = ("none" if where == IN_CALLS[0] else "nvme", "cpu" if where == "moment in RAM" else "nvme")
     with pytest.MonkeyPatch.context() as patch:
         testing.replace(patch, "size.audit_share", 1.0)
         queue = FlippingQueue()
@@ -170,27 +172,28 @@ def strike(seed: int, folder: Path) -> tuple[str, str]:
                 block.fault = ""
                 engine.zero_grad()
                 losses.append(train_step(engine, JOB, step))
-            except IoError as error:
-                assert error.errno == 74
+            except NumericsError:
+                found = "the norm"  # a high bit of an exponent: the step was not applied
+                break
+            except (IoError, EngineFailed) as error:
+                assert "the bytes are damaged" in str(error)
                 found = "the compare of reads"
                 break
-            if step == promised or (found and step > moment):
+            if (found and step > moment) or (where in ELSEWHERE and step == moment + 2):
                 break
         words = f"seed {seed}: {where} of block {number} in step {moment + 1}"
         changed = losses != calm()[: len(losses)]
         if where in IN_CALLS:
-            # One that changed no bit of an output or a gradient has changed no result either.
-            assert found or not changed, f"{words}: not found by step {promised + 1}, which audits the block"
+            assert found or not changed, f"{words}: never found, and audited in step {promised + 1}"
             # Steps before the audit were made with flipped bits: the audit finds the fault, and cannot undo them.
-            if found and promised == moment:
+            if found == "the audit" and promised == moment:
                 assert not changed, f"{words}: the step that was made again has other bits"
         elif where == "read":
             assert not changed and not found, f"{words}: {found}"
             found = "read again"
         elif where == "moment on the drive":
             assert found == "the compare of reads" and not changed, f"{words}: {found}"
-        block.fault = ""
-        engine.destroy(remove=True)
+        testing.abandon(engine, remove=True)
         if not found:
             found = "changed results, and was not found" if changed else "changed nothing"
         return where, found

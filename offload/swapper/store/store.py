@@ -359,6 +359,8 @@ class Store:
         self._keep_every = keep_every
         self._lost = False
         """True once a line has named bytes that are lost: every later read of them fails too."""
+        self._mended: set[tuple[Key, int, int]] = set()
+        """Ranges that were mended since the store was opened: their unit and state, slot and first byte."""
         self.first_values: repair.FirstValues | None = None
         """Makes frozen weights from the model's files, to mend them."""
 
@@ -625,11 +627,11 @@ class Store:
         if self.durable is not None and self.durable.slots[unit] == slot:
             step = f"step {self.durable.step}"
         for part in ranges:
-            if (
-                part.start >= damage.stop
-                or part.start + part.nbytes <= damage.start
-                or copies.is_right(key, slot, part)
-            ):
+            if part.start >= damage.stop or part.start + part.nbytes <= damage.start:
+                continue
+            if copies.is_right(key, slot, part):
+                # any thread: another read of the same range may have failed too, and has mended it meanwhile.
+                mended |= (key, slot, part.start) in self._mended
                 continue
             names = self.spec.parameters_at(self._files.manifest.rank, unit, state, part.start, part.nbytes)
             what = f"{part.nbytes} bytes of {state.value} of {self.spec.title(unit)}, slot {SLOTS[slot]}, of {step}"
@@ -642,8 +644,10 @@ class Store:
                         f"intact; `{shell_command('log', self.folders[0].parent)}` lists the steps that were kept"
                     )
                 self._lost = True
+                self._notes.mark_suspect()  # a sector that cannot be read has no note yet
                 return False
             announce(f"{what} were damaged, and are mended from {where}; the drive, its cable or the memory is failing")
+            self._mended.add((key, slot, part.start))
             mended = True
         return mended
 
