@@ -167,21 +167,12 @@ def test_the_log_is_proven_in_all_nine_placements(weights: str, states: str) -> 
 def test_a_log_without_the_numbers_is_refused_and_that_of_another_run_is_named() -> None:
     assert call("--steps", "3", *KEPT).exit_code == 0
     lines = [json.loads(line) for line in Path("log").read_text().splitlines()]
-    for name, value, got in (
-        ("loss", None, "null"),
-        ("grad_norm", None, "null"),
-        ("grad_norm", "absent", "no such field"),
-    ):
-        changed = [dict(line) for line in lines]
-        for line in changed:
-            if line["step"] == 3 and name in line:
-                line[name] = value
-                if value == "absent":
-                    del line[name]
+    for name, value in (("loss", None), ("grad_norm", "fast"), ("grad_norm", ...)):
+        changed = [{key: value if key == name else each for key, each in line.items()} for line in lines]
+        changed = [{key: each for key, each in line.items() if each is not ...} for line in changed]
         Path("other").write_text("".join(json.dumps(line) + "\n" for line in changed))
         refused = replay("--steps", "3", "--log", "other")
-        assert refused.exit_code == 2, refused.output
-        assert f"expected a number as {name} of step 3" in refused.stderr and f"got {got}" in refused.stderr
+        assert refused.exit_code == 2 and f"has no number as {name} of step 3" in refused.stderr, refused.output
     lines[0]["about"]["run"] = "another"
     Path("other").write_text("".join(json.dumps(line) + "\n" for line in lines))
     named = replay("--steps", "3", "--log", "other")
