@@ -140,12 +140,15 @@ class CheckpointReport(NamedTuple):
     nbytes: int
     """Bytes that were compared."""
     wrong: tuple[Wrong, ...]
-    mended = 0
-    """A checkpoint has no second copy of anything."""
 
     @property
     def whole(self) -> bool:
         return not self.wrong
+
+    @property
+    def mended(self) -> int:
+        """Always 0: a checkpoint has no second copy of anything."""
+        return 0
 
     def lines(self, most: int) -> list[str]:
         rows = [f"damaged: {wrong}" for wrong in self.wrong[:most]]

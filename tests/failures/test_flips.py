@@ -56,7 +56,6 @@ class Block(nn.Module):
 
     fault = ""
     element, bit = 0, 0
-    once = False
 
     def __init__(self) -> None:
         super().__init__()
@@ -73,7 +72,8 @@ class Block(nn.Module):
         again = inside_backward()
         self.flip("weights before the forward", self.up.weight, again)
         inner = torch.tanh(self.up(hidden))
-        output = self.down(_Gradient.apply(inner, lambda gradient: self.flip("gradient", gradient, again)))
+        changed: Any = _Gradient.apply
+        output: torch.Tensor = self.down(changed(inner, lambda gradient: self.flip("gradient", gradient, again)))
         self.flip("weights after the forward", self.down.weight, again)
         self.flip("saved activation", inner, again)
         return hidden + output

@@ -42,7 +42,7 @@ class Model(Stack):
     def __init__(self) -> None:
         super().__init__()
         self.blocks[1].requires_grad_(False)
-        self.blocks[2].up.requires_grad_(False)  # type: ignore[union-attr]
+        self.blocks[2].up.requires_grad_(False)
 
 
 JOB = Job(Model, square_loss, steps=STEPS, lr=1e-2, dtype="bf16")
