@@ -20,7 +20,7 @@ from offload.aio.protocols import Future, wait_for_all
 from offload.errors import IoError, StoreError
 from offload.notices import announce
 from offload.records import fields, maybe, number, read, rows, whole
-from offload.sizes import MIB, PAGE, format_decimal
+from offload.sizes import MIB, PAGE, align_up, format_decimal
 from offload.states import State
 from offload.swapper.store.format import ChecksumRange, Extent, Extents, PageSums, sum_of
 from offload.timeline import OFF, Row, Timeline, now
@@ -170,6 +170,8 @@ class CheckedRead(VerifiedRead):
         super().__init__(submit(start, buffer))
         self._sums, self._start, self._damaged, self._mend = sums, start, damaged, mend
         self._buffer, self._submit = buffer, submit
+        self._unreadable: IoError | None = None
+        """The error of the last comparison that could not read bytes beside those of the request."""
         try:
             self._pages = self._read_pages(len(buffer))
         except BaseException:
@@ -177,9 +179,9 @@ class CheckedRead(VerifiedRead):
             raise
 
     def _verify(self, nbytes: int) -> None:
-        if (damage := self._first_damage(nbytes)) is not None:
+        if (damage := self._find_damage(nbytes)) is not None:
             self._read_again()
-            again = self._first_damage(nbytes)
+            again = self._find_damage(nbytes)
             error = self._damaged(damage if again is None else again)
             if again is None:
                 announce(
@@ -189,12 +191,26 @@ class CheckedRead(VerifiedRead):
                 )
             while again is not None:
                 if not self._mend(again):
-                    raise self._damaged(again)
+                    raise self._unreadable or self._damaged(again)
                 self._read_again()
-                before, again = again, self._first_damage(nbytes)
+                before, again = again, self._find_damage(nbytes)
                 if again == before:
                     raise self._damaged(again)
         self._buffer, self._pages = memoryview(b""), {}  # no longer needed; the memory is the caller's again
+
+    def _find_damage(self, nbytes: int) -> range | None:
+        """Returns the range of the first damaged bytes; the pages of the request if other bytes of them are unreadable.
+
+        A range that an earlier process wrote, and a page of several writes, are read as a whole.
+        """
+        self._unreadable = None
+        try:
+            return self._first_damage(nbytes)
+        except IoError as error:
+            if error.errno not in UNREADABLE:
+                raise
+            self._unreadable = error
+            return range(self._start // PAGE * PAGE, align_up(self._start + nbytes))
 
     def _read_after(self, error: IoError) -> int:
         damage = range(self._start, self._start + len(self._buffer))
