@@ -274,6 +274,8 @@ class RandomAudit(Extension):
         if not wrong:
             return
         what = wrong[0] if wrong[0] == "the output" else f"the gradient of {wrong[0]}"
+        # The bit may have flipped in a copy of the weights, with which the step would be made again.
+        self._callbacks.read_back()
         others = f" and {len(wrong) - 1} more" if len(wrong) > 1 else ""
         raise AuditError(
             f"step {step}: {what}{others} of {self._names[choice.block]}, micro-batch {choice.micro_batch}, came out "

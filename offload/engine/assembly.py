@@ -47,7 +47,7 @@ from offload.engine.components import EngineComponents, close_all
 from offload.engine.data import Loader
 from offload.engine.edits import WeightEdits
 from offload.engine.engine import EngineCore
-from offload.engine.fill import Codes, Values, fill_tiers, make_resident_shards
+from offload.engine.fill import Codes, FirstWeights, Values, fill_tiers, make_resident_shards
 from offload.engine.gradient_transfer import DeviceToHost, DiskSpill, NoDownloads, NoSpill, windows
 from offload.engine.gradients import GradientAccumulator, NoCompletion, UnitCompletion, borders, parameter_starts
 from offload.engine.hooks import ModuleHooks, SavedTensors
@@ -85,6 +85,8 @@ from offload.layout.update_order import SecondPasses
 from offload.metrics.flops import StepProfiler, peak_of
 from offload.metrics.meter import ComputeSpans, Listener, Meter, Relay, StepMeter, compute_spans
 from offload.metrics.writers import check_monitor, make_reporter
+from offload.model_io.deferred import Origin, origin_of
+from offload.model_io.folder import Stored
 from offload.model_io.saved_names import about_saved
 from offload.notices import Headline, show
 from offload.parallel.sequence import SequenceForward, SequenceParallel
@@ -451,6 +453,7 @@ class RunFiles:
             new.drives, new.run, world.ranks.rank, spec, queue, self.written, self.spans, keep_every=keep_every
         )
         store.notices += [] if line is None else [line]
+        store.first_values = FirstWeights(plan.layouts, plan.mode, plan.shares, _files_of_frozen(plan, model))
         at = _last_commit_of_all(plan, store)
         if at is None:
             return None
@@ -509,6 +512,13 @@ class RunFiles:
         if self.store.folders and not self._plan.resume and (self._made or not was_committed(self.store.folders[0])):
             self.store.remove()
         self.store.close()
+
+
+def _files_of_frozen(plan: Plan, model: nn.Module) -> dict[str, Origin]:
+    """Returns the tensor in the model's files of each frozen parameter that is one."""
+    frozen = {segment.parameter for layout in plan.layouts for segment in layout.segments if not segment.trainable}
+    origins = {name: origin_of(model.get_parameter(name)) for name in frozen}
+    return {name: origin for name, origin in origins.items() if isinstance(origin, Stored)}
 
 
 def _last_commit_of_all(plan: Plan, store: Store) -> int | None:

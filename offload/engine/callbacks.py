@@ -79,6 +79,9 @@ class EngineCallbacks(Protocol):
     def leave_weights(self) -> None:
         """Gives up the weights that a backward viewed last, unless a graph holds them. Called on an autograd thread."""
 
+    def read_back(self) -> None:
+        """Drops copies of weights, and reads states in memory again, as far as files contain them. Between passes."""
+
     def pending_unit(self) -> int:
         """Returns the unit whose gradients wait to be reduced, or -1."""
 

@@ -23,7 +23,7 @@ from offload.layout.modes import Mode
 from offload.layout.optimizer_states import split
 from offload.layout.placement import Placement
 from offload.layout.tiers import Partitions
-from offload.model_io.deferred import FirstValues, forget, origin_of
+from offload.model_io.deferred import FirstValues, Origin, forget, make_deferred, origin_of
 from offload.states import State, Tier
 from offload.swapper.memory.device_arena import DeviceArena
 from offload.swapper.memory.host_arena import HostArena
@@ -93,6 +93,62 @@ class Codes(Values):
         if memory is not None:
             pieces = self.pieces(model, range(self.segment.value_numel))
             write_blocks(self.segment.form, (values for _, values in pieces), memory)
+
+
+# -- mending -------------------------------------------------------------------------------------------
+
+
+class FirstWeights:
+    """Makes a rank's frozen weights again from the model's files, to mend their slots; see `swapper.store.repair`."""
+
+    def __init__(
+        self,
+        layouts: Sequence[UnitLayout],
+        mode: Mode,
+        shares: Sequence[tuple[range, range]],
+        origins: Mapping[str, Origin],
+    ) -> None:
+        """`shares` are this rank's trainable and frozen elements of each unit, `origins` those of frozen parameters."""
+        self._layouts, self._mode, self._shares, self._model = layouts, mode, shares, _Deferred(origins)
+
+    def __call__(self, unit: int, start: int, nbytes: int) -> memoryview | None:
+        """Returns frozen bytes of a partition as the first fill wrote them; None if the files lack a parameter.
+
+        The memory belongs to the caller. Raises `StoreError` or `IoError` if the files cannot be read.
+        """
+        layout, (trainable, frozen) = self._layouts[unit], self._shares[unit]
+        mode = layout.mode_in(self._mode)
+        first = frozen.start + start // mode.weight_dtype.itemsize - len(trainable)
+        wanted = range(first, first + nbytes // mode.weight_dtype.itemsize)
+        segments = [each for each in layout.segments if each.start < wanted.stop and wanted.start < each.stop]
+        if any(segment.parameter not in self._model.origins or segment.inner for segment in segments):
+            return None
+        # The blocks of a parameter are written as a whole.
+        coded = [segment for segment in segments if segment.form]
+        chunk = range(
+            min([wanted.start, *(segment.start for segment in coded)]),
+            max([wanted.stop, *(segment.stop for segment in coded)]),
+        )
+        flats = {state: torch.zeros(len(chunk), dtype=dtype) for state, dtype in mode.weights.items()}
+        for segment in segments:
+            (Codes(segment) if segment.form else Values(segment)).fill(self._model, chunk, flats)
+        buffer = aligned_empty(nbytes)
+        part = flats[State.WEIGHT][wanted.start - chunk.start :][: len(wanted)]
+        torch.frombuffer(buffer, dtype=torch.uint8).copy_(part.view(torch.uint8))
+        return buffer
+
+
+class _Deferred(nn.Module):
+    """Stands for a model whose parameters have origins, and no values."""
+
+    def __init__(self, origins: Mapping[str, Origin]) -> None:
+        super().__init__()
+        self.origins = origins
+
+    def get_parameter(self, target: str) -> nn.Parameter:
+        parameter = nn.Parameter(torch.empty(self.origins[target].shape, device="meta"), requires_grad=False)
+        make_deferred(parameter, self.origins[target])
+        return parameter
 
 
 # -- initial fill --------------------------------------------------------------------------------------

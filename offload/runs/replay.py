@@ -109,6 +109,8 @@ def replay(
             f"no commit before step {wanted[0]} of {path} is kept: the first is of step {first}, so steps from "
             f"{first + 1} on can be computed again; `{shell_command('log', path)}` lists all"
         )
+    with contextlib.ExitStack() as locks:
+        _one_rank(commits[start], locks)  # before anything is copied
     command, client_state = _command(commits, start, wanted, queue)
     if command["arithmetic"] != (now := arithmetic()):
         differing = [
@@ -120,12 +122,14 @@ def replay(
         raise UsageError(
             "the run was trained without --log, so there is nothing to compare with: give its log by --log"
         )
-    logged = _logged(Path(log), wanted)
     base = path.name.partition("@")[0]
+    logged, of_run = _logged(Path(log), wanted)
+    if of_run != base:
+        say(f"{log} is the log of the run {of_run}, and not of {base}")
     name = f"{base}.replay-{os.getpid()}"
-    forked = fork(commits[start], name, queue)
     computed: dict[int, dict[str, float]] = {}
-    with _removed(forked.run):
+    with _removed(commits[start].with_name(name)):
+        forked = fork(commits[start], name, queue)
         with contextlib.closing(_reports(command, name, drives_of(forked.run), placement, say)) as reports:
             for report in reports:
                 computed[report.step] = {"loss": report.loss, "grad_norm": report.grad_norm}
@@ -248,22 +252,30 @@ def _changes(commits: Mapping[int, Path], start: int, wanted: range, queue: Queu
     return any(command != commands[0] for command in commands[1:])
 
 
-def _logged(log: Path, wanted: range) -> dict[int, Mapping[str, Any]]:
-    """Returns the log's line of each step."""
-    lines = {line["step"]: line for line in read_log(log).steps if "loss" in line}
-    missing = [step for step in wanted if step not in lines]
-    if missing:
-        raise UsageError(f"{log} has no line of step {missing[0]}: expected steps {wanted[0]} to {wanted[-1]}")
-    return lines
+def _logged(log: Path, wanted: range) -> tuple[dict[int, Mapping[str, Any]], str]:
+    """Returns the log's line of each step, and the name of the run that wrote the first of them."""
+    found = read_log(log)
+    lines = {line["step"]: line for line in found.steps}
+    for step in wanted:
+        if step not in lines:
+            raise UsageError(f"{log} has no line of step {step}: expected steps {wanted[0]} to {wanted[-1]}")
+        lacking = next((name for name in COMPARED if name not in lines[step]), None)
+        if lacking is not None:  # absent, null or no number: `read_log` leaves all of them out
+            raise UsageError(f"{log} has no number as {lacking} of step {step}: expected the log of a run, unchanged")
+    abouts = [about for step, about in found.abouts if step <= wanted[0]]
+    return lines, str(abouts[-1].get("run")) if abouts else "unknown"
 
 
 @contextlib.contextmanager
 def _removed(run: Path) -> Iterator[None]:
-    """Removes a fork at the end."""
+    """Removes a fork at the end, and what an interrupted one has left."""
+    if run.exists():
+        raise StoreError(f"{run} is left from a replay that was killed: remove it with `{shell_command('rm', run)}`")
     try:
         yield
     finally:
-        remove_run(run)
+        if run.exists():
+            remove_run(run)
 
 
 def _reports(
@@ -301,14 +313,9 @@ def _reports(
 def _compared(step: int, logged: Mapping[str, Any], computed: Mapping[str, float]) -> dict[str, Any]:
     row: dict[str, Any] = {"step": step, "equal": True}
     for name in COMPARED:
-        before = logged.get(name)
-        equal = before is not None and float(before).hex() == computed[name].hex()
-        row[name] = {
-            "log": None if before is None else float(before).hex(),
-            "replay": computed[name].hex(),
-            "equal": equal,
-        }
-        row["equal"] &= equal
+        before, now = float(logged[name]).hex(), computed[name].hex()
+        row[name] = {"log": before, "replay": now, "equal": before == now}
+        row["equal"] &= before == now
     return row
 
 

@@ -1,28 +1,30 @@
 """Implementation of `offload verify`: compares all bytes of a run's last commit, or of a checkpoint, with checksums.
 
-A run is verified without importing torch.
+A run is verified without importing torch. With `--repair` damaged bytes are replaced where there is a true copy; see
+`offload.swapper.store.repair`. Without it nothing is changed, but a note that makes the next resume compare all data.
 """
 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Generator, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from offload.aio import StripedFile
 from offload.aio.protocols import Queue
 from offload.checkpoint.files import is_checkpoint, progress_file, read_manifest, wrong_files
-from offload.errors import IoError, StoreError
+from offload.errors import IoError, StoreError, UsageError
 from offload.fileio import real_path
 from offload.model_io.source import lock_and_look, ranks_of
 from offload.runs.own_checkpoint import find_own
 from offload.sizes import count_of, format_size
 from offload.swapper.store.folder import RunNotes
 from offload.swapper.store.format import last_of_all
-from offload.swapper.store.inspection import Commit, RankFiles, Wrong
-from offload.swapper.store.recovery import Damage, Undo, damages_of_commit
+from offload.swapper.store.inspection import Commit, RankFiles, Wrong, look
+from offload.swapper.store.recovery import Damage, Mend, Undo, damages_of_commit
+from offload.swapper.store.repair import Copies, FirstValues, lengthen
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -43,6 +45,8 @@ class RankReport:
     nbytes: int = 0
     """Bytes of this commit that were compared; 0 if the comparison was not completed."""
     damages: tuple[Damage, ...] = ()
+    lengthened: tuple[str, ...] = ()
+    """A line for each file that was cut short, and that the repair has given its size again."""
     places: tuple[tuple[tuple[str, int, int], ...], ...] = ()
     """For each damage, the file, the offset and the number of bytes on each drive."""
     before: str | None = None
@@ -52,7 +56,12 @@ class RankReport:
 
     @property
     def whole(self) -> bool:
-        return not (self.wrong or self.damages)
+        return not self.wrong and all(damage.mended for damage in self.damages)
+
+    @property
+    def mended(self) -> int:
+        """Number of places and files that were damaged, and are not any more."""
+        return len(self.lengthened) + sum(bool(damage.mended) for damage in self.damages)
 
 
 class Report(NamedTuple):
@@ -66,12 +75,18 @@ class Report(NamedTuple):
     def whole(self) -> bool:
         return all(rank.whole for rank in self.ranks)
 
+    @property
+    def mended(self) -> int:
+        """Number of places and files that were damaged, and are not any more."""
+        return sum(rank.mended for rank in self.ranks)
+
     def lines(self, most: int) -> list[str]:
         """Returns the report as lines of text, with at most `most` damages of the states of each rank."""
         rows: list[str] = []
         for rank in self.ranks:
             # Damaged files first, then damaged bytes, then the summary of the rank.
             rows += [f"rank {rank.rank}: damaged: {wrong}" for wrong in rank.wrong]
+            rows += [f"rank {rank.rank}: {line}, and has its size again" for line in rank.lengthened]
             rows += [f"rank {rank.rank}: damaged: {damage}" for damage in rank.damages[:most]]
             if len(rank.damages) > most:
                 rows.append(f"rank {rank.rank}: and {len(rank.damages) - most} more")
@@ -80,7 +95,9 @@ class Report(NamedTuple):
             else:
                 # A rank with a damaged file is not intact, although its states are.
                 state = ("states intact" if rank.wrong else "intact") if rank.compared else "could not be read"
-                state = f"damaged in {count_of(len(rank.damages), 'place')}" if rank.damages else state
+                left = sum(not damage.mended for damage in rank.damages)
+                state = f"damaged in {count_of(left, 'place')}" if left else state
+                state += f", {count_of(rank.mended, 'place')} mended" if rank.mended else ""
                 before = f"; {rank.before}" if rank.before else ""
                 words = f"step {rank.step}, commit {rank.serial}, {format_size(rank.nbytes)}"
                 rows.append(f"rank {rank.rank}: {words}: {state}{before}")
@@ -90,6 +107,7 @@ class Report(NamedTuple):
         return {
             "path": str(self.path),
             "whole": self.whole,
+            "mended": self.mended,
             "step": self.step,
             # `epoch` is the older name of `step`, kept for scripts.
             "epoch": self.step,
@@ -101,6 +119,7 @@ class Report(NamedTuple):
                     "epoch": rank.step,
                     "bytes": rank.nbytes,
                     "before": rank.before,
+                    "lengthened": list(rank.lengthened),
                     "files": [wrong._asdict() for wrong in rank.wrong],
                     "damages": [
                         {**damage._asdict(), "places": [list(place) for place in places]}
@@ -126,6 +145,11 @@ class CheckpointReport(NamedTuple):
     def whole(self) -> bool:
         return not self.wrong
 
+    @property
+    def mended(self) -> int:
+        """Always 0: a checkpoint has no second copy of anything."""
+        return 0
+
     def lines(self, most: int) -> list[str]:
         rows = [f"damaged: {wrong}" for wrong in self.wrong[:most]]
         if len(self.wrong) > most:
@@ -145,10 +169,23 @@ class CheckpointReport(NamedTuple):
         }
 
 
-def open_checking(path: Path) -> CheckpointChecking | RunChecking:
-    """Opens a run, a checkpoint, or a folder of checkpoints, whose latest is taken, for verification."""
+def open_checking(path: Path, repair: bool = False, model: Path | None = None) -> CheckpointChecking | RunChecking:
+    """Opens a run, a checkpoint, or a folder of checkpoints, whose latest is taken, for verification.
+
+    Args:
+        repair: Mend a run where there are true copies.
+        model: Folder of the model with which the run began; None for the one that `offload train` has recorded.
+
+    Raises:
+        UsageError: A checkpoint is to be repaired.
+    """
     # A link that the user gives is followed here. No other link below is followed.
-    return CheckpointChecking(checkpoint) if (checkpoint := find_own(path)) else RunChecking(real_path(path))
+    checkpoint = find_own(path)
+    if checkpoint is None:
+        return RunChecking(real_path(path), repair, model)
+    if repair:
+        raise UsageError(f"{checkpoint} is a checkpoint, of which nothing else has a copy: --repair mends runs")
+    return CheckpointChecking(checkpoint)
 
 
 class CheckpointChecking:
@@ -206,11 +243,15 @@ class CheckpointChecking:
 class RunChecking:
     """A run whose ranks are locked while they are verified."""
 
-    def __init__(self, run: Path) -> None:
-        self._run = run
+    def __init__(self, run: Path, repair: bool = False, model: Path | None = None) -> None:
+        self._run, self._repair, self._model = run, repair, model
         self._open = contextlib.ExitStack()
         try:
-            self._found = ranks_of(run, lock_and_look(run, self._open), replicas=True)
+            looked = lock_and_look(run, self._open, "train" if repair else "read")
+            self._lengthened = {files.rank: _lengthened(files) if repair else () for files in looked}
+            if any(self._lengthened.values()):
+                looked = [look(files.folder) for files in looked]
+            self._found = ranks_of(run, looked, replicas=True)
             for files in self._found:
                 if not files.commits and not files.wrong:
                     raise StoreError(f"{files.folder}: nothing was committed yet")
@@ -227,7 +268,10 @@ class RunChecking:
         """Reads and compares the newest commit that is complete on all ranks."""
         # A kill may leave ranks at different commits; a run resumes from the newest that all ranks hold.
         serial = last_of_all(files.whole[0].record.serial for files in self._found if files.whole) or 0
-        ranks = [_check(files, serial, queue, progress) for files in self._found]
+        ranks = []
+        for files in self._found:
+            checked = _check(files, serial, queue, progress, self._repair, self._model)
+            ranks.append(replace(checked, lengthened=self._lengthened[files.rank]))
         return Report(self._run, resumable_step(ranks, serial), tuple(ranks))
 
     def close(self) -> None:
@@ -244,8 +288,29 @@ def resumable_step(ranks: Sequence[RankReport], serial: int) -> int | None:
     return next((rank.step for rank in ranks if rank.serial == serial), None)
 
 
-def _check(files: RankFiles, serial: int, queue: Queue, progress: Callable[[int], None]) -> RankReport:
-    """Compares one rank's commit `serial` with its checksums.
+def _lengthened(files: RankFiles) -> tuple[str, ...]:
+    """Gives the states of a rank their size again where they were cut, and returns a line for each file."""
+    if files.manifest is None or files.drive or files.other_format or not files.whole:
+        return ()
+    try:
+        with files.open_states(writable=True) as file:
+            lines = tuple(lengthen(file, files.manifest.spec.nbytes))
+    except IoError:
+        return ()  # a file is missing, and `files.wrong` says so
+    if lines:
+        RunNotes(files.folder).mark_suspect()
+    return lines
+
+
+def _check(
+    files: RankFiles,
+    serial: int,
+    queue: Queue,
+    progress: Callable[[int], None],
+    repair: bool = False,
+    model: Path | None = None,
+) -> RankReport:
+    """Compares one rank's commit `serial` with its checksums, and mends it if `repair`.
 
     `serial` is the newest commit that is complete on all ranks; 0 if there is none.
     """
@@ -267,8 +332,13 @@ def _check(files: RankFiles, serial: int, queue: Queue, progress: Callable[[int]
         )
     record = commit.record
     try:
-        with files.open_states() as file:
-            for damage in _damages(files, commit, file, queue, progress):
+        with files.open_states(writable=repair) as file:
+            mend = None
+            if repair:
+                assert files.manifest is not None, "a commit that is whole has one"
+                first_values = _first_values(files, commit, model)
+                mend = Copies(files.folder, files.manifest.spec, file, queue, first_values).mend
+            for damage in _damages(files, commit, file, queue, progress, mend):
                 damaged_places.append(damage)
                 at = file.layout.places(damage.offset, damage.nbytes)
                 places.append(tuple((file.parts()[drive].path, offset, nbytes) for drive, offset, nbytes in at))
@@ -278,10 +348,13 @@ def _check(files: RankFiles, serial: int, queue: Queue, progress: Callable[[int]
             other = next((c for c in files.commits if c.record.serial < record.serial), None)
             if other is not None:
                 before = _before(files, other, file, queue, progress)
-        if damaged_places and serial == max(c.record.serial for c in files.commits):
+        left = any(not damage.mended for damage in damaged_places)
+        if left and serial == max(c.record.serial for c in files.commits):
             # If the file "suspect" exists, the next resume compares all bytes, and falls back to an intact commit
             # before.
             RunNotes(files.folder).mark_suspect()
+        elif repair and not wrong:
+            RunNotes(files.folder).clear_suspect()
     except IoError as error:
         # An error at a path that `wrong` names already, such as a missing file, is not reported twice.
         here = Path(error.path)
@@ -322,12 +395,49 @@ def _wrong_model_files(files: RankFiles, queue: Queue) -> Iterator[Wrong]:
             yield Wrong(path, f"frozen weights of {files.manifest.spec.title(unit['unit'])} are not those of the run")
 
 
+def _first_values(files: RankFiles, commit: Commit, model: Path | None) -> FirstValues | None:
+    """Returns what makes frozen weights again from the model's folder; None if no folder is known."""
+    assert files.manifest is not None, "a commit that is whole has one"
+    spec = files.manifest.spec
+    if not any(spec.frozen):
+        return None
+    # Imported late: these modules import torch, which the verification of a run does not need.
+    from offload.engine.fill import FirstWeights
+    from offload.engine.snapshot import Snapshot
+    from offload.layout.fingerprint import described_layouts, described_mode
+    from offload.model_io.folder import stored_tensors
+
+    if model is None:
+        client_state = Snapshot.unpack(commit.contents).facts["client_state"]
+        command = client_state.get("command", {}) if isinstance(client_state, Mapping) else {}
+        model = Path(command.get("options", {}).get("model") or "")  # a folder, or the name of a preset or on the hub
+        if not model.is_dir() or not any(model.glob("*.safetensors")):
+            return None
+    stored = stored_tensors(model)
+    layouts, size = described_layouts(spec.fingerprint, part=True), int(spec.fingerprint["world_size"])
+    names = {segment.parameter for layout in layouts for segment in layout.segments if not segment.trainable}
+    # peft puts the model into a module of its own, and each adapted layer into another.
+    plain = {name: name.removeprefix("base_model.model.").replace(".base_layer.", ".") for name in names}
+    rank = files.rank % size
+    return FirstWeights(
+        layouts,
+        described_mode(spec.fingerprint),
+        [(layout.trainable(rank, size), layout.frozen(rank, size)) for layout in layouts],
+        {name: stored[plain[name]] for name in names if plain[name] in stored},
+    )
+
+
 def _damages(
-    files: RankFiles, commit: Commit, file: StripedFile, queue: Queue, progress: Callable[[int], None]
+    files: RankFiles,
+    commit: Commit,
+    file: StripedFile,
+    queue: Queue,
+    progress: Callable[[int], None],
+    mend: Mend | None = None,
 ) -> Generator[Damage]:
     assert files.manifest is not None
-    undo = Undo(files.folder)
-    return damages_of_commit(file, queue, files.manifest.spec, commit.record, commit.table, undo, progress)
+    spec, undo = files.manifest.spec, Undo(files.folder)
+    return damages_of_commit(file, queue, spec, commit.record, commit.table, undo, files.rank, progress, mend)
 
 
 def _before(files: RankFiles, commit: Commit, file: StripedFile, queue: Queue, progress: Callable[[int], None]) -> str:

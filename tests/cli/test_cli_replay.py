@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import os
 import re
 from pathlib import Path
 from typing import Any
@@ -12,6 +13,7 @@ import pytest
 from typer.testing import CliRunner
 
 from offload.cli.main import app
+from offload.swapper.store import Store
 from tests.support.model_folders import make_folder
 from tests.support.models import GPT2
 from tests.support.oracle import start, train_step
@@ -148,3 +150,52 @@ def test_what_cannot_be_computed_again_is_refused() -> None:
     Path("log").write_text('{"step": 2, "loss": 1.0, "grad_norm": 1.0}\n')
     refused = CliRunner().invoke(app, ["replay", "scripts/default", "--steps", "2", "--log", "log"])
     assert refused.exit_code == 2 and "does not contain the command that trained it" in refused.stderr, refused.output
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("weights", ["none", "cpu", "nvme"])
+@pytest.mark.parametrize("states", ["none", "cpu", "nvme"])
+def test_the_log_is_proven_in_all_nine_placements(weights: str, states: str) -> None:
+    assert call("--steps", "22", "--eval-every", "0", *KEPT).exit_code == 0
+    words = ("--steps", "3..22", "--offload-param", weights, "--offload-optimizer", states, "--json")
+    placed = replay(*words)
+    assert placed.exit_code == 0, placed.output
+    found = json.loads(placed.stdout)
+    assert len(found["steps"]) == 20 and found["equal"] and found["states"]["equal"]
+
+
+def test_a_log_without_the_numbers_is_refused_and_that_of_another_run_is_named() -> None:
+    assert call("--steps", "3", *KEPT).exit_code == 0
+    lines = [json.loads(line) for line in Path("log").read_text().splitlines()]
+    for name, value in (("loss", None), ("grad_norm", "fast"), ("grad_norm", ...)):
+        changed = [{key: value if key == name else each for key, each in line.items()} for line in lines]
+        changed = [{key: each for key, each in line.items() if each is not ...} for line in changed]
+        Path("other").write_text("".join(json.dumps(line) + "\n" for line in changed))
+        refused = replay("--steps", "3", "--log", "other")
+        assert refused.exit_code == 2 and f"has no number as {name} of step 3" in refused.stderr, refused.output
+    lines[0]["about"]["run"] = "another"
+    Path("other").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    named = replay("--steps", "3", "--log", "other")
+    assert named.exit_code == 0 and "other is the log of the run another, and not of default" in named.stderr
+
+
+def test_an_interrupted_fork_leaves_nothing_and_a_leftover_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert call("--steps", "3", *KEPT).exit_code == 0
+    before = contents()
+
+    def interrupted(store: Store, *_: object, **__: object) -> None:
+        assert store.folders[0].is_dir(), "the folder is there, and locked"
+        store.close()
+        raise KeyboardInterrupt
+
+    # Ctrl-C between the lock of the fork's folder and its first file.
+    with monkeypatch.context() as patch:
+        patch.setattr(Store, "fill", interrupted)
+        CliRunner().invoke(app, ["replay", str(RUN), "--steps", "3"])
+    assert contents() == before and not list(Path("swap").glob("*replay*"))
+    left = Path(f"swap/default.replay-{os.getpid()}/rank0")
+    left.mkdir(parents=True)
+    (left / "lock").touch()
+    refused = replay("--steps", "3")
+    assert refused.exit_code == 2 and "is left from a replay that was killed: remove it with" in refused.stderr
+    assert left.is_dir()

@@ -28,6 +28,7 @@ from offload.layout.memory_plan import unit_sizes
 from offload.planner.memory import Room, settle
 from offload.planner.predict_run import step_of
 from offload.sizes import PAGE
+from offload.states import State
 from offload.swapper.store.inspection import look
 from offload.swapper.store.model_files import FileRange, ModelFiles, arrange_in_place
 from tests.support.drives.fault_injection import flip_bit
@@ -318,6 +319,45 @@ def test_changed_files_stop_a_resume(change: Callable[[Path], None], reason: str
     assert verified.exit_code == 1 and str(last.name) in verified.output
     assert CliRunner().invoke(app, ["rm", str(tmp_path / "default"), "--yes"]).exit_code == 0
     assert list(folder.iterdir())
+
+
+def damage_frozen(run: Path) -> int:
+    """Flips a bit of the frozen weights of each unit; returns their number."""
+    files = look(run / "rank0")
+    assert files.manifest is not None
+    spec, slots, count = files.manifest.spec, files.commits[0].record.slots, 0
+    for unit, row in enumerate(spec.places()):
+        if spec.frozen[unit]:
+            place = row[State.WEIGHT][slots[unit]]
+            flip_bit(run / "rank0" / "states", place.offset(place.nbytes - spec.frozen[unit] + 70))
+            count += 1
+    return count
+
+
+@pytest.mark.parametrize("block", [{"dtype": "fp32"}, {"frozen_files": False}, {"frozen": "nf4"}], ids=str)
+def test_damaged_copies_of_frozen_weights_are_mended_from_the_models_files(
+    block: dict[str, Any], folder: Path, tmp_path: Path
+) -> None:
+    """As they are, cast, or coded again; by `offload verify`, which is told the folder, and by a start."""
+    engine = start(folder, tmp_path / "whole", **block)
+    unbroken = result(engine)
+    engine.destroy(remove=True)
+    engine = start(folder, tmp_path / "swap", durability="step", **block)
+    step(engine, 0)
+    engine.destroy()
+    run = tmp_path / "swap" / "default"
+    count = damage_frozen(run)
+    assert count > 1
+    assert CliRunner().invoke(app, ["verify", str(run), "--repair"]).exit_code == 1, "nobody knows the folder"
+    mended = CliRunner().invoke(app, ["verify", str(run), "--repair", "--model", str(folder), "--json"])
+    report = json.loads(mended.stdout)
+    assert mended.exit_code == 3 and report["mended"] == count
+    assert {each["mended"] for each in report["ranks"][0]["damages"]} == {"the model's files"}
+    damage_frozen(run)
+    engine = start(folder, tmp_path / "swap", durability="step", resume="must", **block)
+    losses, found = result(engine, 1)
+    assert_equal((unbroken[0][1:], unbroken[1]), (losses, found))
+    engine.destroy()
 
 
 def test_bytes_that_no_sample_has_seen_stop_the_first_read(

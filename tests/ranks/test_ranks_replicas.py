@@ -19,12 +19,14 @@ from offload.aio import IoQueue, crc32c
 from offload.distributed.process_group import Communication, Sent
 from offload.errors import ConfigError
 from offload.runs.inspection import inspect
-from offload.runs.verify import CheckpointReport, open_checking
+from offload.runs.verify import CheckpointReport, RunChecking, open_checking
 from offload.states import State
 from offload.swapper.pager import WeightUpdates
+from offload.swapper.store.inspection import look
 from tests.checkpoints.test_resume_other_ranks import Case, begun, loaded, resumed, states_in
 from tests.ranks.test_agreement import Experts
 from tests.support import models, rounding_bounds
+from tests.support.drives.fault_injection import flip_bit
 from tests.support.modules.matrix_models import MUON
 from tests.support.oracle import Job, Result, assert_same, assert_same_tensors, config, trained
 from tests.support.ranks.rank_jobs import JOBS, rows_loss
@@ -234,6 +236,30 @@ def refused(folder: Path, sizes: tuple[int, int]) -> str:
     with pytest.raises(ConfigError) as error:
         start(JOB._replace(shard_size=sizes[rank_and_size()[0]]), MEMORY, folder)
     return str(error.value)
+
+
+def train_and_leave(job: Job, folder: Path) -> None:
+    engine = start(job, DISK, folder, durability="step")
+    trained(engine, job)
+    engine.destroy()
+
+
+@pytest.mark.parametrize("shard_size", [1, pytest.param(2, marks=pytest.mark.slow)])
+def test_damage_of_a_rank_is_mended_from_one_with_the_same_shard(
+    shard_size: int, ranks: RankPool, tmp_path: Path
+) -> None:
+    """And not from one with another."""
+    ranks.run(train_and_leave, JOB._replace(shard_size=shard_size), tmp_path)
+    run = tmp_path / "default"
+    files = look(run / "rank1")
+    assert files.manifest is not None
+    place = files.manifest.spec.places()[0][State.EXP_AVG][files.commits[0].record.slots[0]]
+    flip_bit(run / "rank1" / "states", place.offset(100))
+    with IoQueue() as queue, contextlib.closing(RunChecking(run, repair=True)) as checking:
+        report = checking.run(queue)
+    (damage,) = report.ranks[1].damages
+    assert report.whole is (shard_size == 1) and report.ranks[0].damages == ()
+    assert damage.mended == ("" if shard_size == 2 else f"slot {damage.slot} of {run / 'rank0'}")
 
 
 def test_a_size_that_does_not_fit_is_an_error_on_every_rank(ranks: RankPool, tmp_path: Path) -> None:

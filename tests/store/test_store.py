@@ -406,14 +406,23 @@ def test_two_torn_records_are_an_error(tmp_path: Path, queue: IoQueue) -> None:
         opened(tmp_path, queue)
 
 
-def test_a_cut_file_is_an_error(tmp_path: Path, queue: IoQueue) -> None:
+@pytest.mark.parametrize("kept", [4096, -4096])
+def test_a_cut_file_is_an_error_if_the_commit_has_bytes_there(kept: int, tmp_path: Path, queue: IoQueue) -> None:
     store = created(tmp_path, queue)
+    update(store, 0, 7)
     store.commit(1, blob("one"))
     store.close()
-    rank = tmp_path / "run" / "rank0"
-    os.truncate(rank / "states", 4096)
-    with pytest.raises(StoreError, match="cut short"):
-        opened(tmp_path, queue)
+    states = tmp_path / "run" / "rank0" / "states"
+    size = states.stat().st_size
+    os.truncate(states, kept % size)
+    if kept > 0:
+        with pytest.raises(StoreError, match="cut short"):
+            opened(tmp_path, queue)
+    else:  # zeros, which no update has written yet
+        store, _ = opened(tmp_path, queue)
+        assert any("cut short" in line and "all data of step 1 was compared" in line for line in store.notices)
+        assert states.stat().st_size == size
+        store.close()
 
 
 def test_too_many_units_is_an_error(tmp_path: Path, queue: IoQueue) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import time
 from collections.abc import Callable, Iterator
 from contextlib import closing, contextmanager
 from pathlib import Path
@@ -16,13 +17,13 @@ from offload.cli.signals import signals
 from offload.errors import ConfigError, StoreError, UsageError
 from offload.fileio import real_path
 from offload.notices import shell_command
-from offload.sizes import count_of, format_size
+from offload.sizes import count_of, format_size, parse_size
 
 if TYPE_CHECKING:
     from rich.console import Console
 
 
-_DAMAGED = 1
+_DAMAGED, _MENDED = 1, 3
 _SHOWN = 20
 """Most damages or names to print; `--json` contains all."""
 
@@ -59,11 +60,27 @@ def inspect(
         console.print(table)
 
 
-def verify(path: Saved, json_output: Json = False) -> None:
+def verify(
+    path: Saved,
+    repair: Annotated[
+        bool, typer.Option("--repair", help="Replace damaged bytes of a run where there is a true copy.")
+    ] = False,
+    model: Annotated[
+        Path | None,
+        typer.Option(
+            help="Folder of the model with which the run began, for frozen weights. [default: that of offload train]"
+        ),
+    ] = None,
+    rate: Annotated[str | None, typer.Option(help="Bytes to read a second at most, such as 50MB.")] = None,
+    json_output: Json = False,
+) -> None:
     """Compare every byte of a run or checkpoint with its checksum. Of a run the last commit is compared.
 
+    With --repair a true copy may be in the other slot, in a kept step or a fork, in the store of a rank with the same
+    shard, or in the model's files. It must have the checksum of the commit. Without --repair nothing is mended.
+
     Exit code 0 if everything is intact, 1 if something is damaged, 2 if there is nothing to verify, or a
-    process holds it. Example: offload verify /mnt/nvme/my-run
+    process holds it, 3 if all that was damaged is mended. Example: offload verify /mnt/nvme/my-run
     """
     from offload.aio import IoQueue
     from offload.runs.verify import open_checking
@@ -72,9 +89,15 @@ def verify(path: Saved, json_output: Json = False) -> None:
     with errors(BAD_INPUT), signals():
         _check_folder(path)
         # An open run stays locked until `closing`, so that no process writes to it meanwhile.
-        with closing(open_checking(path)) as checking, IoQueue() as queue:
+        pace = _pace(rate)
+        with closing(open_checking(path, repair, model)) as checking, IoQueue() as queue:
             with _bar(console, checking.nbytes) as progress:
-                report = checking.run(queue, progress)
+
+                def compared(nbytes: int) -> None:
+                    progress(nbytes)
+                    pace(nbytes)
+
+                report = checking.run(queue, compared)
     if json_output:
         print(json.dumps(report.as_json()))
     else:
@@ -83,6 +106,24 @@ def verify(path: Saved, json_output: Json = False) -> None:
     if not report.whole:
         # Damage is a result, not an error: the report is on stdout.
         raise typer.Exit(_DAMAGED)
+    if report.mended:
+        raise typer.Exit(_MENDED)
+
+
+def _pace(rate: str | None) -> Callable[[int], None]:
+    """Returns a function that is called with bytes that were read, and sleeps so long that `rate` is kept."""
+    if rate is None:
+        return lambda nbytes: None
+    per_second, began, done = parse_size(rate), time.monotonic(), 0
+    if per_second < 1:
+        raise UsageError(f"--rate expects bytes a second such as 50MB, got {rate!r}")
+
+    def pace(nbytes: int) -> None:
+        nonlocal done
+        done += nbytes
+        time.sleep(max(0.0, began + done / per_second - time.monotonic()))
+
+    return pace
 
 
 def import_(

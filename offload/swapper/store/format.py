@@ -13,6 +13,7 @@ import bisect
 import errno
 import itertools
 import json
+import math
 import struct
 import sys
 import threading
@@ -339,6 +340,35 @@ class StoreSpec(NamedTuple):
         """Returns the name of a unit for messages."""
         units = self.fingerprint.get("units", ())
         return str(units[unit]["name"] or "the root") if unit < len(units) else f"unit {unit}"
+
+    def parameters_at(self, rank: int, unit: int, state: State, start: int, nbytes: int) -> tuple[str, ...]:
+        """Returns the names of the parameters that some bytes of a rank's partition belong to.
+
+        The result is empty if only the unit is known: for states with another number of bytes for each parameter.
+        """
+        described = self.fingerprint.get("units", ())[unit : unit + 1]
+        if not described or "matrices" in described[0] or described[0].get("ep_size", 1) > 1:
+            return ()
+        size, trainable = int(self.fingerprint.get("world_size", 1)), described[0]["trainable"]
+        # A partition is the rank's shard of the trainable region, and for weights that of the frozen region.
+        regions = [range(trainable), range(trainable, described[0]["numel"] if state is State.WEIGHT else trainable)]
+        itemsize, rest = divmod(self.partitions[unit][state], sum(map(len, regions)) // size or 1)
+        if rest or not itemsize or state is State.PACKED:
+            return ()
+        first, stop = start // itemsize, -(-(start + nbytes) // itemsize)
+        elements: list[range] = []
+        for region in regions:
+            begin, length = region.start + rank % size * (len(region) // size), len(region) // size
+            elements.append(range(begin + min(max(first, 0), length), begin + min(max(stop, 0), length)))
+            first, stop = first - length, stop - length
+        return tuple(
+            parameter["name"]
+            for parameter in described[0]["parameters"]
+            for part in elements
+            if parameter["start"] < part.stop
+            and part.start < parameter["start"] + parameter.get("numel", math.prod(parameter["shape"]))
+            and part
+        )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -1234,6 +1264,10 @@ class ChecksumTable:
     def pages(self, key: Key) -> PageSums:
         """Returns the checksums of the newest slot's pages. An update replaces the object."""
         return self._pages[key]
+
+    def ranges(self, key: Key) -> Slot:
+        """Returns the checksums of the newest slot's ranges. An update replaces the object."""
+        return self._slots[key]
 
     def sum_of(self, key: Key, nbytes: int) -> int | None:
         """Returns the CRC-32C of the first `nbytes` of the newest slot; None if no range ends at byte `nbytes`."""

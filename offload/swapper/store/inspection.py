@@ -111,15 +111,15 @@ class RankFiles(NamedTuple):
         """Returns the rank's folder on each drive."""
         return _folders(self.folder, self.manifest)
 
-    def open_states(self) -> StripedFile:
-        """Opens the states over all drives for reading. Raises `IoError`."""
+    def open_states(self, writable: bool = False) -> StripedFile:
+        """Opens the states over all drives. Raises `IoError`."""
         assert self.manifest is not None
         return StripedFile(
             [folder / "states" for folder in self.folders],
             self.manifest.weights,
             stripe_bytes=self.manifest.stripe_bytes,
-            writable=False,
-            opener=inner_opener(3),
+            writable=writable,
+            opener=inner_opener(3, ours=writable),
         )
 
 

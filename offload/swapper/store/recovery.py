@@ -168,7 +168,8 @@ def find_newest(
             )
         wrong.append(f"step {record.step}: {damage}")
     raise StoreError(
-        f"{folder}: no commit is intact: {'; '.join(wrong)}; the run cannot be resumed, go back to a checkpoint"
+        f"{folder}: no commit is intact: {'; '.join(wrong)}; the run cannot be resumed: fork a step that it has kept "
+        f"(`{shell_command('log', folder.parent)}` lists them), or go back to a checkpoint"
     )
 
 
@@ -226,16 +227,6 @@ def check_drives(folders: Sequence[Path], copy: StoreManifest, step: int) -> tup
     return notices, places
 
 
-def check_sizes(files: Sequence[DirectFile], expected: Sequence[int]) -> None:
-    """Raises `StoreError` if the states file of a drive is shorter than expected."""
-    for file, nbytes in zip(files, expected, strict=True):
-        if file.size() < nbytes:
-            raise StoreError(
-                f"{file.path} is cut short: {file.size()} bytes of {nbytes}; the store cannot be used, go back to "
-                f"a checkpoint"
-            )
-
-
 # -- comparison of a commit ----------------------------------------------------------------------------
 
 
@@ -251,10 +242,26 @@ class Damage(NamedTuple):
     """Byte offset in the states file over all drives."""
     nbytes: int
     reason: str
+    parameters: tuple[str, ...]
+    """Names of the parameters that the bytes belong to; empty if only the unit is known."""
+    mended: str
+    """Where the true copy was that has replaced the bytes; empty if they are still damaged."""
 
     def __str__(self) -> str:
         what = f"{self.state} of {self.unit}, slot {self.slot}"
-        return f"{what}: {self.nbytes} bytes at offset {self.offset} of {self.path}: {self.reason}"
+        parameters = f"; it has values of {shortened(self.parameters)}" if self.parameters else ""
+        mended = f"; mended from {self.mended}" if self.mended else ""
+        return f"{what}: {self.nbytes} bytes at offset {self.offset} of {self.path}: {self.reason}{parameters}{mended}"
+
+
+def shortened(names: Sequence[str]) -> str:
+    """Returns names for a message: the first three, and the number of the others."""
+    more = f" and {len(names) - 3} more" if len(names) > 3 else ""
+    return ", ".join(names[:3]) + more
+
+
+Mend = Callable[[Key, int, ChecksumRange], "str | None"]
+"""Replaces a damaged range of a slot by a true copy, and returns where that is; None if there is none."""
 
 
 def damages_of_commit(
@@ -264,13 +271,15 @@ def damages_of_commit(
     record: CommitRecord,
     table: Mapping[Key, Slot],
     undo: Undo,
+    rank: int,
     progress: Callable[[int], None] = lambda _: None,
+    mend: Mend | None = None,
 ) -> Generator[Damage]:
     """Reads every slot that a record names, and yields each checksum range that is damaged; takes 32 MiB of memory.
 
     If `undo` has a complete copy of a slot, the copy is read in its place. Close or exhaust the generator before the
     file is closed: reads are in flight between two results. `progress` is called with the bytes of each chunk that was
-    compared.
+    compared, `mend` for each damaged range.
     """
     places = spec.places()
 
@@ -278,10 +287,13 @@ def damages_of_commit(
         unit, state = key
         return places[unit][state][record.slots[unit]]
 
-    def damage(key: Key, start: int, nbytes: int, reason: str) -> Damage:
-        unit, state = key
+    def damage(key: Key, start: int, nbytes: int, reason: str, of: ChecksumRange | None = None) -> Damage:
+        (unit, state), slot = key, record.slots[key[0]]
+        names = spec.parameters_at(rank, unit, state, start, nbytes)
+        # A copy in `undo` takes the place of the slot, whose own bytes nobody reads.
+        mended = mend(key, slot, of) or "" if mend is not None and of is not None and key not in copied else ""
         offset = place_of(key).offset(start)
-        return Damage(state.value, spec.title(unit), SLOTS[record.slots[unit]], file.path, offset, nbytes, reason)
+        return Damage(state.value, spec.title(unit), SLOTS[slot], file.path, offset, nbytes, reason, names, mended)
 
     # A slot is reported if its checksums cover too few bytes or too many. With too many nothing is compared.
     compared: dict[Key, Slot] = {}
@@ -319,12 +331,12 @@ def damages_of_commit(
             crc = crc32c_joined(crc, future.crc32c(), len(chunk))
         except IoError as error:
             if not unreadable:
-                yield damage(key, chunk.start, len(chunk), str(error))
+                yield damage(key, chunk.start, len(chunk), str(error), checksum_range)
             unreadable = True
         last = chunk.stop == checksum_range.start + checksum_range.nbytes
         if last and crc != checksum_range.crc and not unreadable:
             reason = "the bytes do not match the stored checksum"
-            yield damage(key, checksum_range.start, checksum_range.nbytes, reason)
+            yield damage(key, checksum_range.start, checksum_range.nbytes, reason, checksum_range)
         reading.popleft()
         progress(len(chunk))
 
@@ -344,12 +356,27 @@ def damages_of_commit(
 
 
 def first_damage(
-    file: StripedFile, queue: Queue, spec: StoreSpec, record: CommitRecord, packed: bytes, undo: Undo
+    file: StripedFile,
+    queue: Queue,
+    spec: StoreSpec,
+    record: CommitRecord,
+    packed: bytes,
+    undo: Undo,
+    rank: int,
+    mend: Mend,
+    notices: list[str],
 ) -> Damage | None:
-    """Returns the first of `damages_of_commit`, or None. `packed` is the table as a blob contains it."""
-    scan = damages_of_commit(file, queue, spec, record, unpack(packed), undo)
+    """Returns the first of `damages_of_commit` that is not mended, or None. `notices` gets a line for each that is.
+
+    `packed` is the table as a blob contains it.
+    """
+    scan = damages_of_commit(file, queue, spec, record, unpack(packed), undo, rank, mend=mend)
     try:
-        return next(scan, None)
+        for damage in scan:
+            if not damage.mended:
+                return damage
+            notices.append(f"{damage}; the drive, its cable or the memory is failing")
+        return None
     finally:
         scan.close()  # waits for the reads in flight: the caller closes the file next
 

@@ -5,6 +5,7 @@ A live run reads any bytes by `CheckedRead`. An export, which reads a file in or
 
 from __future__ import annotations
 
+import errno
 import json
 import logging
 import threading
@@ -19,7 +20,7 @@ from offload.aio.protocols import Future, wait_for_all
 from offload.errors import IoError, StoreError
 from offload.notices import announce
 from offload.records import fields, maybe, number, read, rows, whole
-from offload.sizes import MIB, PAGE, format_decimal
+from offload.sizes import MIB, PAGE, align_up, format_decimal
 from offload.states import State
 from offload.swapper.store.format import ChecksumRange, Extent, Extents, PageSums, sum_of
 from offload.timeline import OFF, Row, Timeline, now
@@ -74,6 +75,9 @@ def bytes_of(file: File, place: Extents, start: int, nbytes: int, copied: File |
 
 _CHUNK_NBYTES = 8 * MIB
 
+UNREADABLE = (errno.EIO, errno.ENODATA)
+"""Errors of reads that a repair may cure: a sector that the drive cannot read, or a file that was cut."""
+
 
 class VerifiedRead:
     """A read in flight whose bytes the first `wait` verifies. Each later `wait`, on any thread, ends the same way."""
@@ -85,6 +89,10 @@ class VerifiedRead:
         self._verified = False
         self._damage: IoError | None = None
 
+    def _read_after(self, error: IoError) -> int:
+        """Reads the bytes in another way after a read that has failed; raises `error` if there is none. Called once."""
+        raise error
+
     def _verify(self, nbytes: int) -> None:
         """Raises `IoError` if the bytes differ from those written. Called once, after the read has ended."""
 
@@ -94,17 +102,22 @@ class VerifiedRead:
 
     def wait(self, timeout: float | None = None) -> int:
         """Waits for the read, verifies its bytes, and returns their number; raises `IoError` if they are damaged."""
-        nbytes = self._future.wait(timeout)
+        nbytes = 0
+        failure: IoError | None = None
+        try:
+            nbytes = self._future.wait(timeout)
+        except IoError as error:
+            failure = error
         with self._lock:
             if not self._verified:
                 try:
-                    self._verify(nbytes)
+                    self._verify(nbytes if failure is None else self._read_after(failure))
                 except IoError as error:
                     self._damage = error
                 self._verified = True
         if self._damage is not None:
             raise self._damage
-        return nbytes
+        return nbytes if failure is None else self._future.wait()
 
     def crc32c(self) -> int:
         """Returns the CRC-32C of the bytes read."""
@@ -134,7 +147,8 @@ class Compared(VerifiedRead):
 class CheckedRead(VerifiedRead):
     """A read of any bytes in a live run, verified by the checksums of their pages.
 
-    If bytes differ, they are read once more: after a fault in transit, the bytes on the drive are still right.
+    If bytes differ, they are read once more: after a fault in transit, the bytes on the drive are still right. If they
+    differ again, or cannot be read, `mend` may replace them by a true copy.
     """
 
     def __init__(
@@ -144,16 +158,20 @@ class CheckedRead(VerifiedRead):
         buffer: memoryview,
         submit: Callable[[int, memoryview], Future],
         damaged: Callable[[range], IoError],
+        mend: Callable[[range], bool] = lambda damage: False,
     ) -> None:
         """Submits the read.
 
         `sums` are the checksums of the newest bytes. A later write replaces this object, or records its checksums in
         it. `buffer` belongs to the caller and must live until the future is done. `submit` starts to read from a byte
-        offset into a buffer, with checksums; `damaged` returns the error for damaged bytes.
+        offset into a buffer, with checksums; `damaged` returns the error for damaged bytes. `mend` makes damaged bytes
+        right where they are stored, and returns True if they are right now.
         """
         super().__init__(submit(start, buffer))
-        self._sums, self._start, self._damaged = sums, start, damaged
+        self._sums, self._start, self._damaged, self._mend = sums, start, damaged, mend
         self._buffer, self._submit = buffer, submit
+        self._unreadable: IoError | None = None
+        """The error of the last comparison that could not read bytes beside those of the request."""
         try:
             self._pages = self._read_pages(len(buffer))
         except BaseException:
@@ -161,20 +179,50 @@ class CheckedRead(VerifiedRead):
             raise
 
     def _verify(self, nbytes: int) -> None:
-        if (damage := self._first_damage(nbytes)) is not None:
-            self._future = self._submit(self._start, self._buffer)
-            self._pages = self._read_pages(nbytes)
-            self._future.wait()
-            again = self._first_damage(nbytes)
+        if (damage := self._find_damage(nbytes)) is not None:
+            self._read_again()
+            again = self._find_damage(nbytes)
             error = self._damaged(damage if again is None else again)
-            if again is not None:
-                raise error
-            announce(
-                f"read {error.nbytes} bytes at offset {error.offset} of {error.path} twice, since they were not those "
-                "written at first and were so the second time: training goes on with the right ones, but the drive, "
-                "its cable or the memory is failing"
-            )
+            if again is None:
+                announce(
+                    f"read {error.nbytes} bytes at offset {error.offset} of {error.path} twice, since they were not "
+                    "those written at first and were so the second time: training goes on with the right ones, but "
+                    "the drive, its cable or the memory is failing"
+                )
+            while again is not None:
+                if not self._mend(again):
+                    raise self._unreadable or self._damaged(again)
+                self._read_again()
+                before, again = again, self._find_damage(nbytes)
+                if again == before:
+                    raise self._damaged(again)
         self._buffer, self._pages = memoryview(b""), {}  # no longer needed; the memory is the caller's again
+
+    def _find_damage(self, nbytes: int) -> range | None:
+        """Returns the range of the first damaged bytes; the pages of the request if other bytes of them are unreadable.
+
+        A range that an earlier process wrote, and a page of several writes, are read as a whole.
+        """
+        self._unreadable = None
+        try:
+            return self._first_damage(nbytes)
+        except IoError as error:
+            if error.errno not in UNREADABLE:
+                raise
+            self._unreadable = error
+            return range(self._start // PAGE * PAGE, align_up(self._start + nbytes))
+
+    def _read_after(self, error: IoError) -> int:
+        damage = range(self._start, self._start + len(self._buffer))
+        if error.errno not in UNREADABLE or not self._mend(damage):
+            raise error
+        return self._read_again()
+
+    def _read_again(self) -> int:
+        wait_for_all(future for _, future in self._pages.values())  # no memory is freed while the queue writes to it
+        self._future = self._submit(self._start, self._buffer)
+        self._pages = self._read_pages(len(self._buffer))
+        return self._future.wait()
 
     def _read_pages(self, nbytes: int) -> dict[int, tuple[memoryview, Future]]:
         """Starts to read whole those pages of which the request covers a part without its own checksum."""

@@ -35,7 +35,7 @@ from offload.fileio import inner_opener, sync_folder
 from offload.notices import Headline, announce, shell_command
 from offload.sizes import MIB, PAGE
 from offload.states import State
-from offload.swapper.store import format, recovery
+from offload.swapper.store import format, recovery, repair
 from offload.swapper.store.drives import Shortage, find_drive_shortage, find_shortage, new_manifest, no_room, places_of
 from offload.swapper.store.folder import (
     STAGED,
@@ -69,7 +69,7 @@ from offload.swapper.store.format import (
     was_committed,
 )
 from offload.swapper.store.inspection import allocated_nbytes
-from offload.swapper.store.recovery import Damage, Undo, check_drives, check_sizes, first_damage
+from offload.swapper.store.recovery import Damage, Undo, check_drives, first_damage, shortened
 from offload.swapper.store.requests import NO_SPANS, CheckedRead, DriveByteCounter, DriveSpans, bytes_of
 from offload.timeline import Row, now
 
@@ -99,6 +99,8 @@ class SwapFiles:
         self._run, self._rank, self._spec = run, rank, spec
         self._manifest: StoreManifest | None = None
         self._states: StripedFile | None = None
+        self.cut: list[str] = []
+        """Lines about states files that were cut, and have their size again: all data must be compared."""
         self._loss_reported = False
         self._locks = lock_folders(self.folders)
         close_in_children.add(self)
@@ -186,8 +188,8 @@ class SwapFiles:
         """Opens the states file of a commit.
 
         Rewrites all manifests if one is missing or damaged, or names other places of the drives than these. Returns a
-        line for the user for each such manifest. Raises `StoreError` if the files are of another run, of other drives,
-        or cut short.
+        line for the user for each such manifest. States that were cut get their size again, and a line in `cut`. Raises
+        `StoreError` if the files are of another run or of other drives.
         """
         compare(self._spec, copy.spec, self.folders[0])
         # The files keep the third slots that they began with, whatever this start would plan.
@@ -198,7 +200,9 @@ class SwapFiles:
         here = places_of(self.folders)
         self._manifest = dataclasses.replace(copy, drives=here)  # the blob of the next commit contains it too
         self._states = self._open_states()
-        check_sizes(self._states.parts(), self._drive_nbytes())
+        if cut := repair.lengthen(self._states, self._spec.nbytes):
+            self.notes.mark_suspect()
+            self.cut += cut
         # Each manifest counts: a kill between two of them leaves drives that name different places.
         if lost or any(places != here for places in there):
             self._write_manifests()
@@ -353,6 +357,12 @@ class Store:
         """Bytes at the start of each slot that reads have covered since the pass began; any thread adds."""
         self._undo = Undo(self.folders[0])
         self._keep_every = keep_every
+        self._lost = False
+        """True once a line has named bytes that are lost: every later read of them fails too."""
+        self._mended: set[tuple[Key, int, int]] = set()
+        """Ranges that were mended since the store was opened: their unit and state, slot and first byte."""
+        self.first_values: repair.FirstValues | None = None
+        """Makes frozen weights from the model's files, to mend them."""
 
     # -- opening ------------------------------------------------------------------------------------
 
@@ -411,6 +421,12 @@ class Store:
             record = self._newest(records) if at is None else recovery.record_at(self.folders[0], at, records.valid)
             blob = recovery.load_blob(self.folders[0], record)
             self._open_files(record, blob)
+            if self._files.cut and (lost := self._damage_in_open_files(record, blob)) is not None:
+                raise StoreError(
+                    f"{'; '.join(self._files.cut)}: the store cannot be used, go back to a checkpoint or to a kept "
+                    f"step ({lost})"
+                )
+            self.notices += [f"{line}; all data of step {record.step} was compared" for line in self._files.cut]
             damage = None if record is records.valid[0] else partial(self._damage_in_open_files, record, blob)
             # Copies are durable in their slots before a later record goes. After a kill in between all is done again.
             self._undo.put_back(record, self._places, blob.sums, self.write, self._files.states.sync, damage)
@@ -491,8 +507,22 @@ class Store:
             self._files.close_states()
 
     def _damage_in_open_files(self, record: CommitRecord, blob: format.Blob) -> Damage | None:
-        """Compares all data of a commit, whose files are open; returns the first damage."""
-        return first_damage(self._files.states, self._queue, self.spec, record, blob.sums, self._undo)
+        """Compares all data of a commit, whose files are open, and mends it; returns the first damage that is left."""
+        return first_damage(
+            self._files.states,
+            self._queue,
+            self.spec,
+            record,
+            blob.sums,
+            self._undo,
+            self._files.manifest.rank,
+            self._copies().mend,
+            self.notices,
+        )
+
+    def _copies(self) -> repair.Copies:
+        """Returns the places that may have copies of damaged bytes now. The files are open."""
+        return repair.Copies(self.folders[0], self.spec, self._files.states, self._queue, self.first_values)
 
     def _open_files(self, record: CommitRecord, blob: format.Blob) -> None:
         copy = StoreManifest.unpack(blob.manifest, f"{self.folders[0]}/blob.{record.blob}")
@@ -574,7 +604,7 @@ class Store:
         place = self._places[unit][state][slot]
         assert start + len(buffer) <= place.nbytes
         # any thread: takes the checksums at submission. The update worker may replace them before the caller waits.
-        pages = self._sums.pages((unit, state))
+        pages, ranges = self._sums.pages((unit, state)), self._sums.ranges((unit, state))
         compared = compare and slot == self.newest[unit]
 
         def submit(at: int, memory: memoryview) -> Future:
@@ -582,8 +612,44 @@ class Store:
             return self._queue.read(file, offset, memory, priority=priority, checksum=compared)
 
         if compared:
-            return CheckedRead(pages, start, buffer, submit, partial(self._damaged, unit, state, slot))
+            mend = partial(self._mend, (unit, state), slot, ranges)
+            return CheckedRead(pages, start, buffer, submit, partial(self._damaged, unit, state, slot), mend)
         return submit(start, buffer)
+
+    def _mend(self, key: Key, slot: int, ranges: format.Slot, damage: range) -> bool:
+        """Replaces the damaged ones of a slot's `ranges` that `damage` overlaps by true copies; see `repair`.
+
+        Says once what was mended, or what is lost. Returns False if a range stays damaged, or if none is.
+        """
+        # calling thread: nothing writes the slot before the caller has the bytes of its read.
+        copies, mended = self._copies(), False
+        (unit, state), step = key, "the step since the last commit"
+        if self.durable is not None and self.durable.slots[unit] == slot:
+            step = f"step {self.durable.step}"
+        for part in ranges:
+            if part.start >= damage.stop or part.start + part.nbytes <= damage.start:
+                continue
+            if copies.is_right(key, slot, part):
+                # any thread: another read of the same range may have failed too, and has mended it meanwhile.
+                mended |= (key, slot, part.start) in self._mended
+                continue
+            names = self.spec.parameters_at(self._files.manifest.rank, unit, state, part.start, part.nbytes)
+            what = f"{part.nbytes} bytes of {state.value} of {self.spec.title(unit)}, slot {SLOTS[slot]}, of {step}"
+            where = copies.mend(key, slot, part)
+            if where is None:
+                if not self._lost:
+                    announce(
+                        f"{what} are lost, and there is no true copy; they have values of "
+                        f"{shortened(names) or 'this unit'}. The next start takes the commit before, if all of it is "
+                        f"intact; `{shell_command('log', self.folders[0].parent)}` lists the steps that were kept"
+                    )
+                self._lost = True
+                self._notes.mark_suspect()  # a sector that cannot be read has no note yet
+                return False
+            announce(f"{what} were damaged, and are mended from {where}; the drive, its cable or the memory is failing")
+            self._mended.add((key, slot, part.start))
+            mended = True
+        return mended
 
     def _damaged(self, unit: int, state: State, slot: int, damage: range) -> IoError:
         """Returns the error for bytes of a slot that are not those written, with their place on the drive."""
