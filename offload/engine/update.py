@@ -796,6 +796,9 @@ class UpdateWorker(Updates):
     def come_to_rest(self, commit: bool = True) -> None:
         self.offers.drop_all()
         self.finish(commit)
+        with self._pager.lock:
+            # calling thread: a commit with its blob begins by itself, and reads states in memory.
+            self._wait_while(lambda: "the commit" if self._commit_step is not None and self._blob is not None else "")
 
     def idle_tiles(self) -> tuple[HostBuffer, ...]:
         """Returns the tile buffers as scratch memory for the caller's thread, until the next `schedule`."""

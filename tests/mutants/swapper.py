@@ -171,7 +171,7 @@ MUTANTS = (
     Mutant(
         "place a unit where its companions have no room",
         "offload.swapper.policy",
-        "safe = all(_has_room(each, going, offset, end, floor) for each in company)",
+        "safe = all(_has_room(one, going, offset, end, floor) for one in company)",
         "safe = True",
         "tests/swapper/test_least_device_memory.py",
     ),
