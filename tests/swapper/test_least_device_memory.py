@@ -211,7 +211,7 @@ SHAPES = st.builds(
 )
 
 
-@settings(max_examples=examples(2000), deadline=None)
+@settings(max_examples=examples(800), deadline=None)
 @given(shape=SHAPES, more=st.integers(0, 40), small_host=st.booleans(), seed=st.integers(0, 999))
 def test_no_step_lacks_device_memory(shape: Shape, more: int, small_host: bool, seed: int) -> None:
     check(shape, more, small_host, seed)
@@ -219,7 +219,7 @@ def test_no_step_lacks_device_memory(shape: Shape, more: int, small_host: bool, 
 
 @pytest.mark.parametrize("small_host", [False, True], ids=["copied", "read in place"])
 def test_adapters_leave_room_for_a_group_and_the_rest_of_its_layer(small_host: bool) -> None:
-    """From the least budget upward, page by page, with adapters that fit anywhere between the other two."""
+    """From the least budget upward, with adapters that fit anywhere between the other two."""
     shape = Shape((Layer(3, 1, (3,) * 4),) * 4, (4, 4))
-    for more in range(24):
+    for more in range(0, 24, 3):
         check(shape, more, small_host, seed=more)
