@@ -36,8 +36,7 @@ MUTANTS = (
     _mutant(
         "commit before all updates of a step are written",
         _WORKER,
-        "        if self._pipeline.writing:\n            self._retire(wait=True)\n            return True\n"
-        "        if not self._jobs and self._commit():\n            return True\n",
+        "        if self._pipeline.writing:\n            self._retire(wait=True)\n            return True\n",
         "        if not self._jobs and self._commit():\n            return True\n"
         "        if self._pipeline.writing:\n            self._retire(wait=True)\n            return True\n",
     ),
