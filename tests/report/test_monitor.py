@@ -430,11 +430,11 @@ def test_the_line_has_phases_and_what_was_waited_for() -> None:
         "waited 0.062 s for reads",
     ]
     assert "1 skipped" in line(seen, seen.values, 8, memory=False)
-    values = seen.values | {"drive_budget_used": 1234.5, "host_given_back_bytes": 3 * 2.0**20}
+    values = {**seen.values, "drive_budget_used": 1234.5, "host_given_back_bytes": 3 * 2.0**20}
     shown = line(seen._replace(values=values), values, 8, memory=False)
     assert "drive budget 1,200 times, 3.0 MiB of RAM given back" in shown
     for used, words in ((0.0, "0%"), (0.00456, "0.46%"), (0.1234, "12%"), (0.996, "100%"), (3.21, "320%")):
-        values = seen.values | {"drive_budget_used": used}
+        values = {**seen.values, "drive_budget_used": used}
         assert f"drive budget {words}," in line(seen._replace(values=values), values, 8, memory=False)
     idle = seen._replace(values={**seen.values, "wait_for_reads_seconds": 0.0})
     assert line(idle, idle.values, 8, memory=False).endswith("; waited for nothing")
