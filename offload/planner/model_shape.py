@@ -28,7 +28,7 @@ from offload.layout.optimizer_states import matrices_of
 from offload.layout.units import Table
 from offload.layout.vocabulary import find_tables, pieces_of
 from offload.metrics.flops import ATTENTION, flop_formula
-from offload.planner.simulation.simulate import Expected
+from offload.planner.simulation.pager import Expected
 from offload.presets import (
     DECODERS,
     PRESETS,
@@ -878,12 +878,33 @@ class Adapters(NamedTuple):
     """Block format of frozen matrices, as in the config."""
 
 
+_ALIKE = 4
+"""Layers of the model that is counted in place of one with more layers that are alike: the first, two, and the last."""
+
+
 def from_adapted(
     name: str, adapters: Adapters, sequence: int, dtype: torch.dtype, units: Division | Sequence[str] = ()
 ) -> Shape:
     """Returns the shape of a preset or folder with adapters. Only the adapters are trained."""
     config = config_of(name)
     check_positions(config, sequence)
+    layers = config.get_text_config().num_hidden_layers
+    if name in PRESETS and PRESETS[name].config in DECODERS and layers > _ALIKE:
+        with contextlib.suppress(ConfigError):  # of a target that only another layer has
+            few = _of_adapted(name, config_of(name, _ALIKE), adapters, sequence, dtype, units)
+            if (shape := repeated(few, layers)) is not None:
+                return shape
+    return _of_adapted(name, config, adapters, sequence, dtype, units)
+
+
+def _of_adapted(
+    name: str,
+    config: Any,
+    adapters: Adapters,
+    sequence: int,
+    dtype: torch.dtype,
+    units: Division | Sequence[str],
+) -> Shape:
     with torch.device("meta"):
         model = adapters.make(model_of(config, dtype))
     # A quantized folder is modeled by plain layers in a block format of ours: their bytes are nearly the same.
@@ -893,6 +914,66 @@ def from_adapted(
     same = dtype is (getattr(config, "dtype", None) or torch.bfloat16)
     filed = {own for own, parameter in model.named_parameters() if not parameter.requires_grad and same and not theirs}
     return shape._replace(name=name, adapted=True, filed=frozenset(filed))
+
+
+def repeated(shape: Shape, layers: int) -> Shape | None:
+    """Returns the shape of a model of more layers, from that of four of them; None if the middle ones differ.
+
+    The layers of the model must be alike, but for the first and the last one.
+    """
+    numbers = [_layer_of(layout.name) for layout in shape.layouts]
+    one, other = ([unit for unit, number in enumerate(numbers) if number == layer] for layer in (1, 2))
+    uses = [
+        [use._replace(unit=units.index(use.unit)) for use in shape.uses if use.unit in units] for units in (one, other)
+    ]
+    if uses[0] != uses[1] or [_renumbered(shape.layouts[unit], 2) for unit in one] != [
+        shape.layouts[unit] for unit in other
+    ]:
+        return None
+    every: dict[int | None, Sequence[int | None]] = {None: [None], 0: [0], 1: [1]}
+    every |= {_ALIKE - 2: range(_ALIKE - 2, layers - 1), _ALIKE - 1: [layers - 1]}
+    layouts, places = list[UnitLayout](), dict[tuple[int, int | None], int]()
+    for number, group in groupby(range(len(numbers)), numbers.__getitem__):
+        units = list(group)
+        for layer in every[number]:
+            places |= {(unit, layer): len(layouts) + position for position, unit in enumerate(units)}
+            layouts += [_renumbered(shape.layouts[unit], layer) for unit in units]
+    runs = [(number, list(group)) for number, group in groupby(shape.uses, lambda use: numbers[use.unit])]
+    return shape._replace(
+        layouts=tuple(layouts),
+        uses=tuple(
+            use._replace(unit=places[use.unit, layer]) for number, run in runs for layer in every[number] for use in run
+        ),
+        experts=tuple(
+            experts._replace(units=range(places[experts.units[0], layer], places[experts.units[-1], layer] + 1))
+            for experts in shape.experts
+            for layer in every[numbers[experts.units[0]]]
+        ),
+        matrices=frozenset(_in_layer(name, layer) for name in shape.matrices for layer in every[_layer_of(name)]),
+        filed=frozenset(_in_layer(name, layer) for name in shape.filed for layer in every[_layer_of(name)]),
+    )
+
+
+def _layer_of(name: str) -> int | None:
+    """Returns the number of the layer in a name; None for a name outside of the layers."""
+    matched = _BLOCK.match(name)
+    return None if matched is None else int(matched.group().rpartition(".")[2])
+
+
+def _in_layer(name: str, layer: int | None) -> str:
+    """Returns a name in another layer."""
+    matched = _BLOCK.match(name)
+    if matched is None:
+        return name
+    return f"{matched.group().rpartition('.')[0]}.{layer}{name[matched.end() :]}"
+
+
+def _renumbered(layout: UnitLayout, layer: int | None) -> UnitLayout:
+    segments = tuple(
+        segment._replace(name=_in_layer(segment.name, layer), stack=_in_layer(segment.stack, layer))
+        for segment in layout.segments
+    )
+    return layout._replace(name=_in_layer(layout.name, layer), segments=segments)
 
 
 def from_training(

@@ -41,8 +41,8 @@ from offload.planner.hardware import Hardware
 from offload.planner.memory import Memory
 from offload.planner.model_shape import Shape, drawn, tied_in_pieces
 from offload.planner.simulation.machine import Moved, SimulatedRates, Waited
+from offload.planner.simulation.pager import Expected
 from offload.planner.simulation.simulate import (
-    Expected,
     Input,
     Simulation,
     Use,

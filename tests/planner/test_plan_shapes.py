@@ -7,6 +7,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import peft
 import pytest
 import torch
 import transformers
@@ -18,10 +19,11 @@ from offload.cli.main import app
 from offload.errors import ConfigError
 from offload.hardware.info import rated_bytes
 from offload.hardware.probe import DTYPES, DtypeRates, Probed, Rates, keep
+from offload.layout.memory_plan import Division
 from offload.planner import memory, recommend, request
 from offload.planner.activations import Load
 from offload.planner.hardware import Hardware, described, find_gpu, parse_drive
-from offload.planner.model_shape import Shape, from_count, from_name, from_preset
+from offload.planner.model_shape import Shape, from_count, from_name, from_preset, from_training, repeated
 from offload.presets import DECODERS, PRESETS
 from offload.sizes import GIB, MIB, parse_size
 from tests.planner.test_plan_activations import llama
@@ -322,3 +324,30 @@ def test_names_and_folders_are_checked_first(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text('{"model_type": "nothing-known"}')
     with pytest.raises(ConfigError, match=r"nothing-known', which transformers .* does not know"):
         from_name(str(tmp_path), TOKENS)
+
+
+def _adapted(config: Callable[..., Any], layers: int, **settings: Any) -> Shape:
+    """Returns the shape of a small model with adapters of attention, whose other matrices are in 4 bits."""
+    sizes = {"hidden_size": 64, "num_attention_heads": 4, "num_key_value_heads": 2, "vocab_size": 512, "head_dim": 16}
+    with torch.device("meta"):
+        model = transformers.AutoModelForCausalLM.from_config(config(num_hidden_layers=layers, **sizes, **settings))
+        model = peft.get_peft_model(model, peft.LoraConfig(r=4, target_modules=["q_proj", "v_proj"]))
+    shape = from_training(model, 64, torch.bfloat16, Division(), {}, "nf4")
+    return shape._replace(filed=frozenset(name for name, _ in model.named_parameters()))
+
+
+@pytest.mark.parametrize(
+    ("config", "settings"),
+    [
+        (transformers.LlamaConfig, {"intermediate_size": 128}),
+        (transformers.Qwen3Config, {"intermediate_size": 128, "tie_word_embeddings": True}),
+        (transformers.Qwen3MoeConfig, {"moe_intermediate_size": 32, "num_experts": 8, "num_experts_per_tok": 2}),
+    ],
+)
+def test_a_model_whose_layers_are_alike_is_counted_by_four_of_them(config: Any, settings: dict[str, Any]) -> None:
+    assert repeated(_adapted(config, 4, **settings), 7) == _adapted(config, 7, **settings)
+
+
+def test_a_model_whose_layers_differ_is_counted_itself() -> None:
+    settings = {"moe_intermediate_size": 32, "num_experts": 8, "intermediate_size": 128, "mlp_only_layers": [1]}
+    assert repeated(_adapted(transformers.Qwen3MoeConfig, 4, **settings), 7) is None

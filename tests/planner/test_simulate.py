@@ -11,7 +11,8 @@ from hypothesis import strategies as st
 
 from offload.errors import BudgetError
 from offload.planner.simulation.machine import Clock, Moved, SimulatedRates
-from offload.planner.simulation.simulate import Budgets, Expected, Input, Simulation, Use, simulate
+from offload.planner.simulation.pager import Expected
+from offload.planner.simulation.simulate import Budgets, Input, Simulation, Use, simulate
 from offload.planner.simulation.updater import UpdateCost
 from offload.states import Tier
 from offload.swapper.policy import Limits

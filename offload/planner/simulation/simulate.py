@@ -164,7 +164,7 @@ class _Boundary(NamedTuple):
     """The end of one micro-batch and begin of another."""
 
     position: int
-    events: Sequence[Event]
+    events: list[Event]
     """Uses and moves of the micro-batch that has ended."""
     pending: object
     """Rest of the work that is under way."""
