@@ -120,7 +120,9 @@ class FirstWeights:
         mode = layout.mode_in(self._mode)
         first = frozen.start + start // mode.weight_dtype.itemsize - len(trainable)
         wanted = range(first, first + nbytes // mode.weight_dtype.itemsize)
-        segments = [each for each in layout.segments if each.start < wanted.stop and wanted.start < each.stop]
+        segments = [
+            segment for segment in layout.segments if segment.start < wanted.stop and wanted.start < segment.stop
+        ]
         if any(segment.parameter not in self._model.origins or segment.inner for segment in segments):
             return None
         # The blocks of a parameter are written as a whole.

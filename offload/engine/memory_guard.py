@@ -323,7 +323,7 @@ class MemoryGuard(Extension):
 
     def _before(self, module: nn.Module, args: Any) -> None:
         layer = self._layers[module]
-        values = next((each for each in args if isinstance(each, torch.Tensor)), None)
+        values = next((arg for arg in args if isinstance(arg, torch.Tensor)), None)
         if inside_backward() or values is None or not values.ndim:
             return
         is_float, summed = values.is_floating_point(), 0

@@ -686,8 +686,8 @@ def line_for_a_loop_of_calls(plan: Plan) -> str | None:
     if sum(one_by_one) <= sum(in_turns):
         return None
     moved = [
-        format_size(sum(each)) + ("" if seconds is None else f" in {format_time(seconds)} or more")
-        for each, seconds in zip((one_by_one, in_turns), _seconds_of(plan, one_by_one, in_turns), strict=True)
+        format_size(sum(copies)) + ("" if seconds is None else f" in {format_time(seconds)} or more")
+        for copies, seconds in zip((one_by_one, in_turns), _seconds_of(plan, one_by_one, in_turns), strict=True)
     ]
     fits = ", where their activations fit" if plan.schedule.after_a_step else ""
     return Headline(
@@ -716,7 +716,7 @@ def _transfers(plan: Plan, order: Schedule) -> Transfers:
         cached=placement.classes.cache - parts.pages_nbytes(placement.promoted),
         gradient=sum(parts.trainable_numel[unit] for unit in sent) * plan.mode.weight_dtype.itemsize,
         total=sum(parts.nbytes[unit][State.GRAD] for unit in sent),
-        added=sum(each for _, each in placement.added),
+        added=sum(nbytes for _, nbytes in placement.added),
     )
     return found._replace(uploaded=0, downloaded=0) if plan.device.host_addressable else found
 
@@ -727,12 +727,12 @@ def _seconds_of(plan: Plan, *found: Transfers) -> list[float | None]:
     # A probe of another device says nothing about these copies, nor does one without a drive of the run.
     if rates is None or (rates.machine["gpu"] is None) != plan.device.host_addressable:
         return [None] * len(found)
-    folders = plan.config.drives if any(each.read for each in found) else ()
+    folders = plan.config.drives if any(copies.read for copies in found) else ()
     drives = [probe.drive_under(rates, folder) for folder in folders]
     if None in drives:
         return [None] * len(found)
-    read = sum(each.read for each in drives if each is not None) if drives else math.inf
-    return [each.seconds(rates.rates.upload, rates.rates.download, read) for each in found]
+    read = sum(drive.read for drive in drives if drive is not None) if drives else math.inf
+    return [copies.seconds(rates.rates.upload, rates.rates.download, read) for copies in found]
 
 
 # -- checks --------------------------------------------------------------------------------------------

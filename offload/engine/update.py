@@ -855,9 +855,9 @@ class UpdateWorker(Updates):
         self._retire(wait=False)
         self._carry_out_verdicts()
         self._end_beside_offers()
-        for each in Lane:
-            self._begin_tiles(each)
-        begun = [each for each, tiles in self._pipeline.reading.items() if tiles]
+        for other in Lane:
+            self._begin_tiles(other)
+        begun = [other for other, tiles in self._pipeline.reading.items() if tiles]
         lane = next_lane(begun, self._pipeline.reads_ended(Lane.STREAMED), self._awaited_lane(), self._last)
         if lane is not None:
             self._last = lane

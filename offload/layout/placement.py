@@ -205,7 +205,7 @@ def moving(parts: Partitions, tiers: TierMap) -> list[int]:
 def largest_moving(parts: Partitions, tiers: TierMap) -> int:
     """Returns the bytes of the largest unit that is paged, or of all that a module has of its own; 0 if none is."""
     nbytes = moving(parts, tiers)
-    return max([*nbytes, *(sum(nbytes[unit] for unit in each.units) for each in parts.together)], default=0)
+    return max([*nbytes, *(sum(nbytes[unit] for unit in together.units) for together in parts.together)], default=0)
 
 
 def _least_moving(parts: Partitions, tiers: TierMap) -> int:

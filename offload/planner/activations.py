@@ -113,7 +113,7 @@ def need(shape: Shape, load: Load) -> Need:
     A longer sequence, a larger micro-batch or more of them never need less in any tier.
     """
     blocks = shape.blocks
-    staged = min(load.on_disk, STAGED_INPUTS) * max((input_nbytes(shape, load, each) for each in blocks), default=0)
+    staged = min(load.on_disk, STAGED_INPUTS) * max((input_nbytes(shape, load, block) for block in blocks), default=0)
     moved = moving(shape, load)
     device = _on_device(shape, load, blocks)
     if is_tiled(shape, load):
@@ -122,8 +122,8 @@ def need(shape: Shape, load: Load) -> Need:
         device = max(device, _on_device(shape.at(longest), load._replace(batch=batch), blocks))
     return Need(
         device,
-        staged + load.alive * sum(align_up(each.nbytes) for each in moved if not each.on_disk),
-        load.alive * sum(align_up(each.nbytes) for each in moved if each.on_disk),
+        staged + load.alive * sum(align_up(kept_input.nbytes) for kept_input in moved if not kept_input.on_disk),
+        load.alive * sum(align_up(kept_input.nbytes) for kept_input in moved if kept_input.on_disk),
     )
 
 
@@ -135,7 +135,7 @@ def moving(shape: Shape, load: Load) -> list[Input]:
     # The newest of the recomputed blocks' inputs stays, since the backward begins with it.
     tiers = [index < load.on_disk for index in range(load.on_disk + load.on_host)]
     stay = [Input()] * (len(blocks) - len(tiers))
-    return [Input(input_nbytes(shape, load, each), on) for each, on in zip(blocks, tiers, strict=False)] + stay
+    return [Input(input_nbytes(shape, load, block), on) for block, on in zip(blocks, tiers, strict=False)] + stay
 
 
 def input_nbytes(shape: Shape, load: Load, block: RepeatedBlock) -> int:
@@ -192,7 +192,7 @@ def _outside(blocks: tuple[RepeatedBlock, ...], count: int) -> tuple[tuple[int, 
     inside = {position for block in blocks for position in block.uses}
     last = max(inside, default=-1)
     outside = [position for position in range(count) if position not in inside]
-    return tuple(each for each in outside if each < last), tuple(each for each in outside if each > last)
+    return tuple(layer for layer in outside if layer < last), tuple(layer for layer in outside if layer > last)
 
 
 def _tied_gradients(shape: Shape, load: Load) -> int:

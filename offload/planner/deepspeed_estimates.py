@@ -163,6 +163,8 @@ def _print(found: Sequence[Estimate], ranks: int, nodes: int) -> None:
     )
     # DeepSpeed's functions print the table too, and return nothing.
     print(f"{'host':>10} | {'each GPU':>10} | {'disk':>10} | {'sent':>10} | tiers")
-    for each in found:
-        sizes = " | ".join(f"{format_size(nbytes):>10}" for nbytes in (each.host, each.device, each.disk, each.sent))
-        print(f"{sizes} | offload_param={each.weights}, offload_optimizer={each.states}")
+    for estimate in found:
+        sizes = " | ".join(
+            f"{format_size(nbytes):>10}" for nbytes in (estimate.host, estimate.device, estimate.disk, estimate.sent)
+        )
+        print(f"{sizes} | offload_param={estimate.weights}, offload_optimizer={estimate.states}")

@@ -159,7 +159,7 @@ class Shape(NamedTuple):
 
     def visited(self, tokens: int) -> float:
         """Returns the expected number of experts of all layers that `tokens` tokens visit."""
-        return sum(each.visited(tokens) for each in self.experts)
+        return sum(layer_experts.visited(tokens) for layer_experts in self.experts)
 
     def at(self, sequence: int) -> Shape:
         """Returns the shape for sequences of another length.
@@ -193,7 +193,9 @@ class Shape(NamedTuple):
     @property
     def chooses(self) -> bool:
         """Returns True if it depends on the micro-batch which units are used: not all are visited."""
-        return any(round(each.used(self.sequence)) < len(each.units) for each in self.experts)
+        return any(
+            round(layer_experts.used(self.sequence)) < len(layer_experts.units) for layer_experts in self.experts
+        )
 
     def in_groups(self) -> Shape:
         """Returns the shape with groups of experts as units, if a sequence visits all experts anyway.
@@ -261,8 +263,10 @@ class Shape(NamedTuple):
             places.append(range(first, len(layouts)))
         uses = tuple(part for use in self.uses for part in _by_parts(use, places[use.unit], layouts))
         experts = tuple(
-            each._replace(units=range(places[each.units[0]].start, places[each.units[-1]].stop))
-            for each in self.experts
+            layer_experts._replace(
+                units=range(places[layer_experts.units[0]].start, places[layer_experts.units[-1]].stop)
+            )
+            for layer_experts in self.experts
         )
         return self._replace(layouts=tuple(layouts), uses=uses, experts=experts, filed=frozenset())
 
@@ -292,7 +296,10 @@ class Shape(NamedTuple):
             ]
         uses = tuple(part for use in self.uses for part in _by_pieces(use, places[use.unit]))
         experts = tuple(
-            each._replace(units=range(places[each.units[0]][0], places[each.units[-1]][0] + 1)) for each in self.experts
+            layer_experts._replace(
+                units=range(places[layer_experts.units[0]][0], places[layer_experts.units[-1]][0] + 1)
+            )
+            for layer_experts in self.experts
         )
         return self._replace(layouts=tuple(layouts), uses=uses, experts=experts, tables=(), uncut=self)
 
@@ -380,7 +387,7 @@ class Counter(TorchDispatchMode):
         out = function(*args, **kwargs)
         if not self._rows:
             return out
-        made = [each for each in tree_leaves(out) if isinstance(each, torch.Tensor)]
+        made = [leaf for leaf in tree_leaves(out) if isinstance(leaf, torch.Tensor)]
         # An operation counts by its FLOPs if torch has a formula, else by its traffic; views move nothing.
         formula = flop_formula(function)
         if formula is not None:
@@ -389,13 +396,13 @@ class Counter(TorchDispatchMode):
             row["attention"] += flops if ATTENTION in function.name() else 0.0
             row["mlp_flops"] += flops if self.in_mlp else 0.0
         elif made and not function.is_view and function is not RESHAPED:  # a query, such as of the device, makes none
-            given = [each for each in tree_leaves((args, kwargs)) if isinstance(each, torch.Tensor)]
+            given = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)]
             # Reads of weights are left out: the rate `Hardware.weights` accounts for them.
-            taken = [each for each in given if each.untyped_storage()._cdata not in self._weights]
-            moved = [each for each in (*taken, *made) if tuple(each.shape) != self._mask]  # see `save`
-            self._rows[-1]["nbytes"] += sum(each.nbytes for each in moved)
+            taken = [tensor for tensor in given if tensor.untyped_storage()._cdata not in self._weights]
+            moved = [tensor for tensor in (*taken, *made) if tuple(tensor.shape) != self._mask]  # see `save`
+            self._rows[-1]["nbytes"] += sum(tensor.nbytes for tensor in moved)
         if not function.is_view:
-            largest = max((each.nbytes for each in made if tuple(each.shape) != self._mask), default=0)
+            largest = max((tensor.nbytes for tensor in made if tuple(tensor.shape) != self._mask), default=0)
             self.largest = max(self.largest, largest)
             name = "mlp_largest" if self.in_mlp else "largest"
             self._rows[-1][name] = max(self._rows[-1][name], largest)
@@ -431,14 +438,14 @@ def without_choice(model: nn.Module) -> Iterator[dict[int, int]]:
 
         ALL_EXPERTS_FUNCTIONS.register(_IMPLEMENTATION, partial(_through_one, per_token))
     # Models may share a config, so the context restores it.
-    before = [each._experts_implementation for each in configs]
-    for each in configs:
-        each._experts_implementation = _IMPLEMENTATION
+    before = [config._experts_implementation for config in configs]
+    for config in configs:
+        config._experts_implementation = _IMPLEMENTATION
     try:
         yield per_token
     finally:
-        for each, used in zip(configs, before, strict=True):
-            each._experts_implementation = used
+        for config, used in zip(configs, before, strict=True):
+            config._experts_implementation = used
 
 
 def _through_one(
@@ -482,8 +489,10 @@ def drawn(shape: Shape, tokens: int, draw: int) -> Shape:
         return shape
     chance = random.Random(draw)
     choices = {
-        each.units[0]: Expected(tuple(sorted(chance.sample(each.units, round(each.used(tokens))))), each.units)
-        for each in shape.experts
+        layer_experts.units[0]: Expected(
+            tuple(sorted(chance.sample(layer_experts.units, round(layer_experts.used(tokens))))), layer_experts.units
+        )
+        for layer_experts in shape.experts
     }
     uses = tuple(
         part
@@ -527,7 +536,7 @@ def _by_pieces(use: Use, units: Sequence[int]) -> Iterator[Use]:
     if not use.lookup:  # a loss in chunks computes the logits of a piece once more, in the backward
         use = use._replace(flops=use.flops * 4 / 3)
     *before, last = _divided(use, units)
-    yield from (each._replace(saved=0, largest=0) for each in before)
+    yield from (block._replace(saved=0, largest=0) for block in before)
     # A head has the logits of one piece at a time, a lookup the rows of all its tokens.
     yield last._replace(saved=use.saved, largest=use.largest if use.lookup else use.largest // len(units))
 
@@ -1130,7 +1139,7 @@ def _counted(
     plan = getattr(model, "tp_plan", None) or {}
     hooks = [
         model.get_submodule(site).register_forward_pre_hook(_begin(counter, needed), with_kwargs=True)
-        for site, needed in (units.sites | {name: each[:1] for name, each in units.experts.items()}).items()
+        for site, needed in (units.sites | {name: groups[:1] for name, groups in units.experts.items()}).items()
     ]
     for path, module in model.named_modules():
         if _MLP.search(path):
@@ -1181,7 +1190,7 @@ def _begin(counter: Counter, needed: Sequence[int]) -> Any:
     """Returns a forward pre-hook that starts the uses of the units `needed`."""
 
     def begin(module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
-        tensors = [each for each in (*args, *kwargs.values()) if isinstance(each, torch.Tensor)]
+        tensors = [value for value in (*args, *kwargs.values()) if isinstance(value, torch.Tensor)]
         for unit in needed:
             counter.begin(unit, tensors[0].nbytes if tensors else 0, isinstance(module, nn.Embedding))
 

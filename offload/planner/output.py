@@ -590,7 +590,9 @@ def ranks_summary(
 
 def _stage_words(plan: RanksPlan) -> str:
     sent = plan.traffic
-    kinds = ", ".join(f"{kind} {format_size(each.nbytes)}" for kind, each in sent._asdict().items() if each.nbytes)
+    kinds = ", ".join(
+        f"{kind} {format_size(traffic.nbytes)}" for kind, traffic in sent._asdict().items() if traffic.nbytes
+    )
     return f"{_rate(plan.tokens_per_second)} tokens/s; {kinds}; GPU {format_size(plan.device)}"
 
 
@@ -670,10 +672,15 @@ def as_json(
         "activations": planned.activations,
         "activation_tiers": {**planned.needed._asdict(), "inputs": inputs_of(planned)},
         "ways": [
-            {**each._asdict(), "way": each.way.words, "activations": each.way.tier, "seconds": rounded(each.seconds)}
-            for each in reaches
+            {
+                **reach._asdict(),
+                "way": reach.way.words,
+                "activations": reach.way.tier,
+                "seconds": rounded(reach.seconds),
+            }
+            for reach in reaches
         ],
-        "orders": [_order_json(each) for each in orders],
+        "orders": [_order_json(order) for order in orders],
         "host_peak": planned.host_peak,
         "host_peak_parts": planned.peak._asdict(),
         "step": _step_json(planned),
@@ -681,8 +688,13 @@ def as_json(
         "drive_years": rounded(years(planned, asked)),
         # All changes; the text shows the best four only.
         "changes": [
-            {"words": each.words, "option": each.option, "seconds": rounded(each.seconds), "gain": rounded(each.gain)}
-            for each in advice.changes
+            {
+                "words": change.words,
+                "option": change.option,
+                "seconds": rounded(change.seconds),
+                "gain": rounded(change.gain),
+            }
+            for change in advice.changes
         ],
         "cost": None if priced is None else _priced_json(priced),
         "drive_budget": _budget_json(planned),

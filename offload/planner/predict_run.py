@@ -57,7 +57,7 @@ class Step(NamedTuple):
     def operations(self) -> float:
         """Returns the operations of the model in the step, as `offload.metrics.flops` counts them."""
         # A use of a layer's first expert has all tokens, each of which visits several experts.
-        visits = {unit: each.per_token for each in self.shape.experts for unit in each.units}
+        visits = {unit: layer_experts.per_token for layer_experts in self.shape.experts for unit in layer_experts.units}
         total = 0.0
         for use in self.shape.uses:
             layout = self.shape.layouts[use.unit]

@@ -140,7 +140,7 @@ def plan(
     if whole.filed and config.weight_tier == "nvme" and config.offload.frozen_files:
         whole = whole.in_files()
     cut = None if shape.uncut is None else shape  # by an earlier plan
-    in_groups = any(each.of_unit > 1 for each in whole.experts) and config.offload.experts == "auto"
+    in_groups = any(layer_experts.of_unit > 1 for layer_experts in whole.experts) and config.offload.experts == "auto"
 
     def place(experts: str, vocabulary: str) -> Callable[[], Planned]:
         if in_groups and experts == "each":

@@ -107,7 +107,7 @@ def compute_seconds(shape: Shape, hardware: Hardware, batch: int) -> float:
     alone = replace(hardware, handed_seconds=0.0)
     first = forward(drawn(shape, batch * shape.sequence, 0), alone, Load(batch))
     second = backward(first, [0] * len(shape.layouts), alone, recompute=False)
-    return sum(each.seconds for each in first) + sum(use.seconds for use in second)
+    return sum(use.seconds for use in first) + sum(use.seconds for use in second)
 
 
 def _that_fits(
@@ -136,7 +136,7 @@ def _that_fits(
             f"{format_size(most[0])} may be used: give a smaller --batch-size or --seq-len, or leave out --measure"
         )
     # Bytes and seconds each limit the layers; each is interpolated linearly between one layer and all layers.
-    taken = min(_layers_within(layers, *each) for each in zip(least, whole, most, strict=True))
+    taken = min(_layers_within(layers, *sizes) for sizes in zip(least, whole, most, strict=True))
     return (shape, layers) if taken == layers else (_of(shape, taken, dtype, units), taken)
 
 
@@ -481,7 +481,7 @@ def endurance(on: Hardware, given: str | None) -> int | None:
     if given is not None:
         return parse_tbw(given) * max(len(on.drives), 1)
     rated = [rated_bytes_of(drive.name) for drive in on.drives if os.path.isdir(drive.name)]
-    known = [each for each in rated if each is not None]
+    known = [rate for rate in rated if rate is not None]
     return sum(known) if known and len(known) == len(on.drives) else None
 
 

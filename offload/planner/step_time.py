@@ -356,7 +356,7 @@ def backward_seconds(
 
 def completing(first: Sequence[Pass]) -> dict[int, int]:
     """Returns for each unit the position of the use whose backward completes the unit's gradient of a micro-batch."""
-    return {each.unit: position for position, each in reversed(list(enumerate(first)))}
+    return {use.unit: position for position, use in reversed(list(enumerate(first)))}
 
 
 # -- step order ----------------------------------------------------------------------------------------
@@ -395,7 +395,7 @@ def step_of(
                 Sums(totals, last, memory.parts.gradients.values.itemsize),
                 completes=last,
             )
-            forth = [_forward(each) for each in first]
+            forth = [_forward(use) for use in first]
             made[key] = [forth[0]._replace(period=len(forth) + len(back)), *forth[1:]], back
         found += made[key]
     return _with_the_rest(*found)
@@ -761,7 +761,7 @@ def _passes(memory: Memory, shape: Shape, hardware: Hardware, load: Load, step: 
     # Without a choice of experts all micro-batches are alike.
     draws = range(step * count, (step + 1) * count) if shape.chooses else range(1)
     shapes = [drawn(shape, load.batch * shape.sequence, draw) for draw in draws]
-    firsts = [forward(each, hardware, load, stay) for each in shapes]
+    firsts = [forward(shape, hardware, load, stay) for shape in shapes]
     return step_of(shapes[0], firsts if shape.chooses else firsts * count, memory, hardware, load)
 
 
@@ -803,7 +803,7 @@ def _costs(memory: Memory, shape: Shape) -> list[UpdateCost | None]:
     every = memory.commit_every
     costs = update_costs(memory.parts, memory.placement, memory.slots, memory.early_units, every)
     if memory.config.offload.experts == "visited":
-        for unit in (unit for each in shape.experts for unit in each.units):
+        for unit in (unit for layer_experts in shape.experts for unit in layer_experts.units):
             cost = costs[unit]
             costs[unit] = None if cost is None else cost._replace(if_used=True)
     if _divides(memory):
@@ -814,8 +814,8 @@ def _costs(memory: Memory, shape: Shape) -> list[UpdateCost | None]:
         return costs
     tiles = (cuts(layout, memory.mode, layout.trainable(0, 1), True, _tile_numel(memory)) for layout in memory.layouts)
     return [
-        None if cost is None else cost._replace(stops=tuple(tile.stop for tile in each))
-        for cost, each in zip(costs, tiles, strict=True)
+        None if cost is None else cost._replace(stops=tuple(tile.stop for tile in unit_tiles))
+        for cost, unit_tiles in zip(costs, tiles, strict=True)
     ]
 
 

@@ -497,7 +497,8 @@ class Training:
                 job.finish(remove)
                 # With the last commit, which the end makes.
                 result.drive_written_bytes = {
-                    each.path: {"run": each.run_bytes, "life": each.life_bytes} for each in job.engine.drive_writes()
+                    drive.path: {"run": drive.run_bytes, "life": drive.life_bytes}
+                    for drive in job.engine.drive_writes()
                 }
             try:
                 self._show(job, result, remove)

@@ -260,7 +260,7 @@ class SimulatedPager:
 
     def _wait_for_place(self, entry: Entry) -> Acting[None]:
         """Waits for a read in place to end, so that its unit can be dropped; raises `BudgetError` if there is none."""
-        reading = [each for each in self.entries if each.reading_in_place]
+        reading = [entry for entry in self.entries if entry.reading_in_place]
         if not reading:
             raise self._no_room(entry)
         yield from self._finish_latest(reading)
@@ -316,9 +316,9 @@ class SimulatedPager:
         made = entry.size.expanded_nbytes if self.machine.on_cpu else 0
         entry.copied = self.machine.upload(entry.index, min(part, host_buffer.nbytes) + made)
         yield from self.machine.counted("upload", until(entry.copied))
-        for each in (host_buffer, second):
-            if each is not None:
-                self.host.give(each.offset, each.nbytes)
+        for buffer in (host_buffer, second):
+            if buffer is not None:
+                self.host.give(buffer.offset, buffer.nbytes)
         entry.device_buffer = place
         self.move(entry, Residency.DEVICE)
 

@@ -482,11 +482,11 @@ def _update_cost(
 ) -> UpdateCost:
     """Returns the cost of one unit's update. `stored` contains the states that the store keeps."""
     weight = nbytes[State.WEIGHT] - frozen if State.WEIGHT in stored else 0
-    beside = {state: each for state, each in stored.items() if state is not State.WEIGHT}
+    beside = {state: nbytes for state, nbytes in stored.items() if state is not State.WEIGHT}
     return UpdateCost(
         numel,
         weight,
-        sum(each for state, each in beside.items() if tiers[state] is Tier.DISK),
+        sum(nbytes for state, nbytes in beside.items() if tiers[state] is Tier.DISK),
         weight + sum(beside.values()),
         nbytes[State.GRAD] if tiers[State.GRAD] is Tier.DISK else 0,
         revocable=early,

@@ -204,12 +204,12 @@ class SimulatedUpdater:
             yield from self._retire()
             self._end_beside_early_updates()
             # Reads of the next tiles start before the kernel of this one, as many as there are buffers.
-            for each in Lane:
-                while self._may_begin(each) and (tile := (yield from self._next_tile(each))) is not None:
-                    self._reading[each].append(tile)
+            for other in Lane:
+                while self._may_begin(other) and (tile := (yield from self._next_tile(other))) is not None:
+                    self._reading[other].append(tile)
             wanted = self._pager.wanted_update()
             awaited = None if wanted is None else self._lane_of(wanted)
-            begun = [each for each, tiles in self._reading.items() if tiles]
+            begun = [other for other, tiles in self._reading.items() if tiles]
             streamed = self._reading[Lane.STREAMED]
             reads_ended = not streamed or all(read.done for read in streamed[0].reads)
             lane = next_lane(begun, reads_ended, awaited, self._last)
@@ -275,7 +275,7 @@ class SimulatedUpdater:
             return None
         start, stop = job.next_start, job.cost.numel
         if job.cost.stops:
-            stop = next(each for each in job.cost.stops if each > start)
+            stop = next(stop for stop in job.cost.stops if stop > start)
         elif self._tile_numel is not None:
             stop = min(start + self._tile_numel, stop)
         job.next_start = stop
