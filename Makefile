@@ -5,9 +5,9 @@ VENV ?= .venv
 BIN := $(VENV)/bin
 NATIVE := $(wildcard offload/*/native/*.cpp offload/*/native/*.h)
 PACKAGES := $(wildcard offload/*/__init__.py offload/*/*/__init__.py)
-NATIVE_TESTS := $(wildcard $(foreach folder,native kernel_bits fake_cuda device/native,tests/$(folder)/*.cpp tests/$(folder)/*.h))
+NATIVE_TESTS := $(wildcard $(foreach folder,native kernel_bits fake_cuda device/native failures/native,tests/$(folder)/*.cpp tests/$(folder)/*.h))
 
-.PHONY: help train quick test test-all test-avx2 device test-device test-fp8 test-gpu bench check format docs wheel mutants storm sanitize
+.PHONY: help train quick test test-all test-avx2 device test-device test-fp8 test-gpu bench check format docs wheel mutants storm storm-outside sanitize
 # Tests at a time: more memory and more of the drive each. A test waits for two fifths of the time that it takes alone, for
 # drives, timers, and processes that it starts or kills, so four leave a tenth of two cores idle, by calculation.
 JOBS ?= 6
@@ -120,6 +120,9 @@ MINUTES ?= 5
 
 storm: $(VENV)/.dev ## Run random trainings in random weather for MINUTES=5, from SEED on, beside the same in calm memory
 	$(BIN)/python -m tests.storm --seed $(SEED) --minutes $(MINUTES) --shrink 10
+
+storm-outside: $(VENV)/.dev ## Run random lives of runs by the installed command alone, for MINUTES=5 from SEED on, beside plain PyTorch
+	$(BIN)/python -m tests.storm.outside --seed $(SEED) --minutes $(MINUTES)
 
 sanitize: ## Run the native tests of I/O under sanitizers: addresses, undefined behaviour, threads
 	sh scripts/sanitize.sh

@@ -16,9 +16,12 @@ Each message states the expected value, the actual value, and the next thing to 
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import os
+import re
 import unicodedata
+from collections.abc import Iterator
 
 _REASONS = {
     errno.ENODATA: "the file ends before these bytes",
@@ -31,6 +34,7 @@ _REASONS = {
         "the path is a symbolic link, which is not followed; if its target is meant, give os.path.realpath of the link"
     ),
     errno.EPIPE: "the program that reads this output has closed it",
+    errno.ENOMEM: "the system has no memory for this request; raise the limit (ulimit -v), or end other programs",
 }
 """Reasons that the system's own messages do not give."""
 _UNPRINTABLE = ("Cc", "Cf", "Cs", "Zl", "Zp")
@@ -72,6 +76,43 @@ class ConfigError(OffloadError, ValueError):
 
 class BudgetError(OffloadError, MemoryError):
     """A memory budget that is too small for what must be in memory at one time."""
+
+
+_REFUSED = re.compile(r"you tried to allocate ([0-9]+) bytes|can't start new thread|failed to map segment")
+"""How torch, Python and the dynamic linker say, in errors of general classes, that there is no memory."""
+
+
+def no_memory(error: BaseException, asked: str = "") -> BudgetError | None:
+    """Returns an error of the system about host memory as a `BudgetError` with a cure; None for any other error.
+
+    Python raises `MemoryError`, a mapping `OSError`, and torch a `RuntimeError` whose text names the bytes. `asked` is
+    the size of the request, if the caller knows it.
+    """
+    found = _REFUSED.search(str(error))
+    if isinstance(error, OffloadError) or not (
+        isinstance(error, MemoryError)
+        or (isinstance(error, OSError) and error.errno == errno.ENOMEM)
+        or (isinstance(error, RuntimeError | ImportError) and found)
+    ):
+        return None
+    asked = asked or (f"{found[1]} bytes" if found and found[1] else "a request")
+    named = BudgetError(
+        f"the system has no host memory for {asked} ({str(error).partition(chr(10))[0][:200] or 'no memory'}): raise "
+        "the limit (ulimit -v), end other programs, or give a smaller host_memory, batch or sequence"
+    )
+    named.__cause__ = error
+    return named
+
+
+@contextlib.contextmanager
+def naming_memory(asked: str = "") -> Iterator[None]:
+    """Raises a `BudgetError` in place of an error of the system about host memory; see `no_memory`."""
+    try:
+        yield
+    except (MemoryError, OSError, RuntimeError, ImportError) as error:
+        if (named := no_memory(error, asked)) is not None:
+            raise named from error
+        raise
 
 
 class IoError(OffloadError, OSError):

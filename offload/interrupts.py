@@ -98,11 +98,16 @@ class _Deferring:
 
     def __call__(self, number: int, frame: FrameType | None) -> None:
         if _is_deferred(frame):
-            _deferred.append(number)
-            # A raw thread: one of `threading` takes locks on its start, which the interrupted code may hold.
-            _thread.start_new_thread(_signal_again, (number,))
+            signal_later(number)
         else:
             self.handler(number, frame)
+
+
+def signal_later(number: int) -> None:
+    """Lets a signal arrive again after a moment. Called by its handler."""
+    _deferred.append(number)
+    # A raw thread: one of `threading` takes locks on its start, which the interrupted code may hold.
+    _thread.start_new_thread(_signal_again, (number,))
 
 
 def _is_deferred(frame: FrameType | None) -> bool:

@@ -441,6 +441,7 @@ POINTS: Mapping[str, Sequence[str]] = {
     "threads.clock": ("offload.distributed.process_group:time", "offload.engine.update:time"),
     "threads.queue": ("offload.distributed.process_group:queue",),
     # What the machine says.
+    "clock.checkpoint": ("offload.checkpoint.files:_now",),
     "clock.steps": ("offload.metrics.meter:wall_clock",),
     "clock.drive_budget": ("offload.engine.commits:clock",),
     "clock.interrupts": ("offload.interrupts:_RETRY_S",),
@@ -466,6 +467,7 @@ POINTS: Mapping[str, Sequence[str]] = {
     "probe.stored": ("offload.hardware.probe:kept",),
     "probe.largest_spread": ("offload.hardware.probe:FAR",),
     "probe.least_rate": ("offload.hardware.probe:SLOWEST",),
+    "memory.map": ("offload.aio.memory:_map",),
     "memory.reading": ("offload.engine.memory_guard:read_host_memory",),
     "memory.reading_pace": ("offload.engine.memory_guard:_PACE",),
     "memory.free": (
@@ -570,6 +572,7 @@ POINTS: Mapping[str, Sequence[str]] = {
     "train.save_model": ("offload.finetune.job:Job.save_model",),
     # Ranks.
     "ranks.heartbeat_store": ("offload.distributed.process_group:BoundedStore",),
+    "ranks.silent": ("offload.distributed.process_group:SILENT",),
     "ranks.blame": ("offload.distributed.process_group:ProcessGroup._blame",),
     "ranks.exchange": ("offload.distributed.process_group:ProcessGroup.exchange",),
     "ranks.reduce": ("offload.distributed.reduce_scatter:ReduceScatterAccumulator.put",),

@@ -10,7 +10,8 @@ import platform
 import re
 import weakref
 
-from offload.sizes import PAGE
+from offload.errors import naming_memory
+from offload.sizes import PAGE, format_size
 
 _SYSTEM_PAGE = max(mmap.PAGESIZE, PAGE)
 """Unit of madvise and mincore in bytes: 64 KiB on many aarch64 kernels, which refuse any other address."""
@@ -37,11 +38,13 @@ def aligned_empty(nbytes: int) -> memoryview:
 
     Raises:
         ValueError: `nbytes` is negative.
+        BudgetError: the system has no memory, or a limit of the process allows no more.
     """
     if nbytes < 0:
         raise ValueError(f"expected a number of bytes, got {nbytes}")
     room = -(-nbytes // _HUGE_PAGE) * _HUGE_PAGE
-    mapping = mmap.mmap(-1, room + _HUGE_PAGE, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    with naming_memory(format_size(nbytes)):
+        mapping = _map(room + _HUGE_PAGE)
     mapping.madvise(mmap.MADV_DONTFORK)
     with contextlib.suppress(OSError):  # a kernel without transparent huge pages: slower, not wrong
         mapping.madvise(mmap.MADV_HUGEPAGE)
@@ -51,6 +54,10 @@ def aligned_empty(nbytes: int) -> memoryview:
     start = -ctypes.addressof(ctypes.c_char.from_buffer(mapping)) % _HUGE_PAGE
     _mappings.add(mapping)
     return memoryview(mapping)[start : start + nbytes]
+
+
+def _map(nbytes: int) -> mmap.mmap:
+    return mmap.mmap(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
 
 
 def release_pages(buffer: memoryview) -> None:

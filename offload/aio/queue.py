@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import atexit
 import enum
+import errno
 import logging
 import operator
 import os
@@ -14,7 +15,7 @@ from typing import TYPE_CHECKING
 from offload.aio.backend import open_native
 from offload.aio.file import DirectFile, StripedFile
 from offload.aio.future import Callbacks, File, IoFuture, exiting, of_the_parent
-from offload.errors import UsageError
+from offload.errors import IoError, UsageError
 from offload.sizes import GIB, PAGE
 
 if TYPE_CHECKING:
@@ -278,7 +279,10 @@ class IoQueue:
         if expected is not None and not 0 <= operator.index(expected) < 1 << 32:
             raise ValueError(f"expected a CRC-32C of 32 bits, got {expected}")
         pieces = file.pieces(offset, view.nbytes)
-        flight = self._queue.submit(operation == "write", Priority(priority), pieces, view, checksum, expected)
+        try:
+            flight = self._queue.submit(operation == "write", Priority(priority), pieces, view, checksum, expected)
+        except MemoryError:
+            raise IoError(file.path, offset, view.nbytes, errno.ENOMEM, operation) from None
         # None: another thread has closed the queue since `_check_open`.
         if flight is None:
             raise UsageError("this queue is closed")

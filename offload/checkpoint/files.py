@@ -18,7 +18,7 @@ import os
 import re
 import unicodedata
 from collections.abc import Callable, Mapping, Sequence
-from datetime import datetime
+from datetime import datetime, timedelta, timezone
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -315,6 +315,22 @@ def checkpoints(folder: Path) -> dict[str, Manifest]:
             with contextlib.suppress(StoreError):
                 manifests[path.name] = _read_manifest(path)
     return dict(sorted(manifests.items(), key=lambda item: (item[1].created, item[1].step)))
+
+
+def _now() -> datetime:
+    return datetime.now(timezone.utc)
+
+
+def time_of_save(folder: Path) -> str:
+    """Returns the time now, UTC in ISO 8601; just after the checkpoint that `latest` names if the clock was set back.
+
+    Checkpoints are sorted by this time, and `keep_last` deletes the first ones.
+    """
+    now = _now()
+    with contextlib.suppress(StoreError, OSError, ValueError, OverflowError):
+        latest = _read_manifest(folder / read_text(folder / LATEST).strip())
+        now = max(now, datetime.fromisoformat(latest.created) + timedelta(microseconds=1))
+    return now.isoformat()
 
 
 def instead_of(checkpoint: Path) -> str:

@@ -13,7 +13,6 @@ from __future__ import annotations
 import contextlib
 import operator
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -44,6 +43,7 @@ from offload.checkpoint.files import (
     states_file,
     tensor_name,
     tensors_of,
+    time_of_save,
 )
 from offload.distributed.agreement import AllOrNothing
 from offload.distributed.world import World
@@ -256,9 +256,8 @@ def _begin(order: SaveRequest, need: int, locks: contextlib.ExitStack, parts: Se
 
 
 def _manifest(order: SaveRequest, position: TrainingPosition, written: Mapping[str, Sequence[Any]]) -> Manifest:
-    now = datetime.now(timezone.utc).isoformat()
     files = {name: Saved(*size_and_sums) for name, size_and_sums in written.items()}
-    return Manifest(position.step, now, order.frozen, position.layout, position.about, files)
+    return Manifest(position.step, time_of_save(order.folder), order.frozen, position.layout, position.about, files)
 
 
 def _write_states(

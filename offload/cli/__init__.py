@@ -1,5 +1,8 @@
 """The command line of `offload`."""
 
-from offload.cli.main import app
+try:
+    from offload.cli.main import app
+except KeyboardInterrupt:  # of the imports; from `main` on the commands answer it
+    raise SystemExit(130) from None
 
 __all__ = ["app"]

@@ -18,7 +18,7 @@ from offload.cli.commands import bench, check_config, launch, machine, offline, 
 from offload.cli.console import BAD_INPUT, FAILED, echo_error, printable_logs
 from offload.cli.options import UNDERSCORES, Command, Grouped, HelpContext
 from offload.cli.signals import AT_ONCE, handlers
-from offload.errors import printable
+from offload.errors import BudgetError, naming_memory, printable
 from offload.interrupts import exit_on_next_signal
 
 # Some versions of typer vendor click, so UsageError is taken from typer's own class hierarchy.
@@ -126,13 +126,14 @@ def main() -> None:
             # An encoding without µ must not end a training: such characters are replaced.
             stream.reconfigure(errors="replace")
     try:
-        app()
+        with naming_memory():
+            app()
     except SystemExit as ended:
         # A signal has ended the command. A second signal must not raise an exception while Python shuts down.
         if isinstance(ended.code, int) and ended.code > 128:
             exit_on_next_signal(AT_ONCE, *handlers(signal.SIGINT, signal.SIGTERM))
         raise
-    except OSError as error:  # usually a full disk behind stdout
+    except (OSError, BudgetError) as error:  # usually a full disk behind stdout, or a limit of memory
         echo_error(error)
         sys.exit(FAILED)
 

@@ -55,7 +55,7 @@ def signals() -> Iterator[None]:
     def stop(number: int, frame: FrameType | None) -> None:
         arrived.put(number)
         # Not inside a finalizer, where the exception would be lost, and not while an earlier one is being handled.
-        if not _in_finalizer(frame) and not any(error in raised for error in _handled()):
+        if not in_finalizer(frame) and not any(error in raised for error in _handled()):
             raised.append(SystemExit(128 + number))
             raise raised[-1]
 
@@ -83,7 +83,8 @@ def handlers(*numbers: signal.Signals) -> dict[signal.Signals, Any]:
     return {number: handler for number, handler in before.items() if handler != signal.SIG_IGN}
 
 
-def _in_finalizer(frame: FrameType | None) -> bool:
+def in_finalizer(frame: FrameType | None) -> bool:
+    """Returns True if a frame belongs to a finalizer, whose exceptions Python prints and drops."""
     while frame is not None:
         if frame.f_code.co_name == "__del__":
             return True

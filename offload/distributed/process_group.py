@@ -309,8 +309,29 @@ The limit is longer than `SILENT`, the silence after which a rank is taken for l
 store therefore name the rank with the cut cable before that rank ends by itself. A launcher may end them afterwards.
 """
 
+_SLICE_OF_CALL, _MOST_APART = 5.0, 10.0
+"""Seconds of one wait for a call, and between two looks at `Awake`: in the rest of a longer time it was stopped."""
 _MOST_CALLS = 8
 """Calls that may wait for the thread. Each caller waits for its own call, so a caller has at most one."""
+
+
+class Awake:
+    """A clock that stands while this process is stopped, as by SIGSTOP or a frozen cgroup.
+
+    All ranks of a machine may be stopped together, for any time, and none of them is lost then.
+    """
+
+    def __init__(self) -> None:
+        self._state = time.monotonic(), 0.0
+
+    def time(self) -> float:
+        """Returns the seconds in which this process ran. Some thread must call it every few seconds."""
+        # any thread, without a lock: of two that call at a time, both go on from one state, and one of their two stays.
+        before, sum_ = self._state
+        now = time.monotonic()
+        sum_ += min(now - before, _MOST_APART)
+        self._state = now, sum_
+        return sum_
 
 
 class _StoreCall:
@@ -333,7 +354,7 @@ class BoundedStore:
 
     def __init__(self, store: Any, longest: float = LONGEST) -> None:
         """Starts the thread. `longest` is the seconds for a call."""
-        self._store, self._longest = store, longest
+        self._store, self._longest, self.clock = store, longest, Awake()
         self._calls: queue.Queue[_StoreCall | None] = queue.Queue(_MOST_CALLS)
         self.refusal: str | None = None
         """The reason why this object makes no calls any more; None while it makes calls."""
@@ -383,8 +404,12 @@ class BoundedStore:
 
     @interruptible
     def _ends(self, call: _StoreCall) -> bool:
-        """Waits for the end of a call; returns False if there is none in time."""
-        return call.ended.acquire(timeout=self._longest)
+        """Waits for the end of a call; returns False if there is none in time, while this process runs."""
+        end = self.clock.time() + self._longest
+        while (left := end - self.clock.time()) > 0:
+            if call.ended.acquire(timeout=min(left, _SLICE_OF_CALL)):
+                return True
+        return False
 
     def _serve(self) -> None:
         """Runs on the thread until `close`."""
@@ -580,7 +605,7 @@ class Heartbeat:
         """All other ranks."""
         self.places: list[tuple[str, int]] = []
         """Machine and process of each rank, once all have met."""
-        self._seen = {peer: ("", time.monotonic()) for peer in range(size)}
+        self._seen = {peer: ("", 0.0) for peer in range(size)}
         self._closing = threading.Event()
         self._store.set(f"place/{rank}", f"{machine_name()}\n{os.getpid()}")
         self._thread = threading.Thread(target=self._run, name="offload-pulse", daemon=True)
@@ -589,6 +614,7 @@ class Heartbeat:
     def _run(self) -> None:
         """Counts up every `PULSE` seconds until `close`. Runs on the heartbeat's thread."""
         for count in itertools.count():
+            self._store.clock.time()
             try:
                 self._store.set(f"pulse/{self.rank}", str(count))
             except RuntimeError:
@@ -665,9 +691,9 @@ class Heartbeat:
         count = self._get(f"pulse/{rank}")
         before, since = self._seen[rank]
         if count is not None and count != before:
-            self._seen[rank] = count, time.monotonic()
+            self._seen[rank] = count, self._store.clock.time()
             return 0.0
-        return time.monotonic() - since
+        return self._store.clock.time() - since
 
     def ended(self, rank: int) -> str | None:
         """Returns the reason that `rank` gave for its end, or None while it has not ended."""

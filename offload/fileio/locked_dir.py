@@ -55,6 +55,8 @@ class DirLock:
     ) -> None:
         self._path = path
         self._descriptor: int | None = None
+        self._note = f"{this_process()}{note}\n".encode()
+        """Text of the file; empty if it could not be written."""
         self.refused: OSError | None = None
         """Error of a file system that has no locks, else None. After it the file is open, and keeps no process out."""
         while self._descriptor is None:
@@ -81,14 +83,25 @@ class DirLock:
             else:
                 if not self._is_linked():  # the former holder has removed the file: this lock keeps nobody out
                     self.close()
-        with contextlib.suppress(OSError):  # the disk is full; the lock is valid without the note
+        try:
             os.ftruncate(self._descriptor, 0)
-            os.pwrite(self._descriptor, f"{this_process()}{note}\n".encode(), 0)
+            os.pwrite(self._descriptor, self._note, 0)
+        except OSError:  # the disk is full; the lock is valid without the note
+            self._note = b""
 
     @property
     def held(self) -> bool:
         """True until `close` or `remove`."""
         return self._descriptor is not None
+
+    def check(self) -> None:
+        """Raises `LockHeldError` if another process has written its note into the file: it holds the lock too.
+
+        `flock` succeeds on both hosts where a network file system locks on each host alone (local_lock of NFS).
+        """
+        if self._descriptor is not None and self._note:
+            if os.pread(self._descriptor, len(self._note) + 1, 0) != self._note:
+                raise LockHeldError(_read_note(self._descriptor))
 
     def close(self) -> None:
         """Closes the file; idempotent. A forked child calls this too, and its parent then keeps the lock."""

@@ -16,7 +16,7 @@ from typing import Final, NamedTuple, Protocol
 
 from offload.aio import Priority
 from offload.aio.protocols import Future
-from offload.errors import EngineFailed
+from offload.errors import EngineFailed, no_memory
 from offload.states import Tier
 from offload.swapper.memory.device import DONE, Event
 from offload.swapper.memory.device_arena import DeviceBuffer
@@ -238,7 +238,7 @@ class UnitTable:
             self.move(entry, Residency.FAILED)
         # The first error is the cause; later ones are consequences.
         if self.failure is None:
-            self.failure = error
+            self.failure = no_memory(error) or error
         self.notify()
 
     def check(self) -> None:

@@ -2,7 +2,7 @@
 
 Each rank has the thread of its user, its pulse and the thread of its store. A call of the store takes up to a minute of
 simulated time. In some seeds a rank's cable is cut: its calls end no more. The others name this rank and no other, it
-learns of the cut itself, and each ends.
+learns of the cut itself, and each ends. In some all ranks are stopped for a while, as by SIGSTOP, and go on.
 """
 
 from __future__ import annotations
@@ -18,8 +18,9 @@ from offload.errors import RankError
 from tests.storm.scheduler import Listed, Scheduler, Seeded
 
 RANKS = 3
-MINUTES = 20
-"""Simulated minutes in which ranks look at each other. A cable is cut in the first quarter of them."""
+MINUTES, STOPPED = 20, 30
+"""Simulated minutes in which ranks look at each other, and in which they may be stopped. A cable is cut in the first
+quarter of them."""
 _SILENCE = SILENT + LONGEST
 """Seconds after which a rank is silent here, where a look at it may take minutes itself."""
 
@@ -56,6 +57,8 @@ def run(chooser: Listed | Seeded, seed: int) -> tuple[list[str], list[str]]:
     stores = [_Store(scheduler, values, chance) for _ in range(RANKS)]
     lost = chance.choice([None, None, *range(RANKS)])
     cut_at = scheduler.time + chance.uniform(0, 60 * MINUTES / 4)
+    stop_at = chance.choice([None, scheduler.time + chance.uniform(0, 60 * MINUTES)])
+    end = scheduler.time + 60 * MINUTES
     ended: set[int] = set()
 
     def live(rank: int) -> None:
@@ -63,7 +66,7 @@ def run(chooser: Listed | Seeded, seed: int) -> tuple[list[str], list[str]]:
         try:
             pulse.meet()
             met = scheduler.time < cut_at
-            while scheduler.time < began + 60 * MINUTES and pulse.cut_off is None:
+            while scheduler.time < end and pulse.cut_off is None:
                 for other in pulse.others:
                     # The look itself may take minutes, in which the other rank ends or this one is cut off.
                     is_gone = other not in ended and pulse.gone(_SILENCE, [other])
@@ -85,19 +88,27 @@ def run(chooser: Listed | Seeded, seed: int) -> tuple[list[str], list[str]]:
         if rank != lost and lost is not None and met and lost not in seen:
             found.append(f"rank {rank} does not know that rank {lost} is lost")
 
+    def stop() -> None:
+        nonlocal end
+        assert stop_at is not None
+        scheduler.clock.sleep(stop_at - scheduler.time)
+        scheduler.time += 60 * STOPPED  # and no thread runs
+        end += 60 * STOPPED
+
     def cut() -> None:
         scheduler.clock.sleep(cut_at - scheduler.time)
         assert lost is not None
         stores[lost].cut = True
-        scheduler.clock.sleep(60 * MINUTES + SILENT + 3 * LONGEST)
+        while (left := end - scheduler.time + SILENT + 3 * LONGEST) > 0:  # which a stop makes longer
+            scheduler.clock.sleep(left)
         stores[lost].cut = False  # threads that wait in the store end
 
-    began = scheduler.time
     with pytest.MonkeyPatch.context() as patch:
         testing.replace(patch, "threads.module", scheduler.threads)
         testing.replace(patch, "threads.queue", scheduler.queues)
         testing.replace(patch, "threads.clock", scheduler.clock)
         works: list[Any] = [(live, (rank,)) for rank in range(RANKS)] + ([(cut, ())] if lost is not None else [])
+        works += [(stop, ())] if stop_at is not None else []
         threads = [
             scheduler.threads.Thread(target=work, args=arguments, name=f"{work.__name__} {number}")
             for number, (work, arguments) in enumerate(works)

@@ -23,6 +23,7 @@ constexpr unsigned kPoll = 5;  // IOCB_CMD_POLL, of Linux 4.18
 class Libaio final : public Backend {
   public:
     explicit Libaio(unsigned depth) : commands_(depth), events_(depth + 1) {
+        added_.reserve(depth + 1);  // none is allocated later
         if (syscall(SYS_io_setup, depth + 1, &context_) != 0) throw Refused{errno, "io_setup"};
         // Polling shows at once if this kernel is new enough.
         listen();

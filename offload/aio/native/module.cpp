@@ -240,7 +240,14 @@ class PythonQueue {
                                 Checksum{checksum || expected.has_value(), expected}),
                      nb::rv_policy::take_ownership);
         flights_.push_back(flight);
-        if (queue_->submit(nb::cast<Flight&>(flight).request())) return flight;
+        bool submitted = false;
+        try {
+            submitted = queue_->submit(nb::cast<Flight&>(flight).request());
+        } catch (...) {
+            flights_.pop_back();  // it would never be done
+            throw;
+        }
+        if (submitted) return flight;
         flights_.pop_back();
         return nb::none();
     }

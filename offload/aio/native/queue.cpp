@@ -110,6 +110,9 @@ bool Queue::submit(std::shared_ptr<Request> request) {
 bool Queue::announce(Request& request, std::uint64_t tag) {
     const std::lock_guard lock(mutex_);
     if (request.done()) return false;
+    // On the caller, who can be told that there is no memory; a driver could tell nobody.
+    if (announced_.capacity() == pending_) announced_.reserve(2 * pending_ + 1);
+    ++pending_;
     request.tag = tag;
     return true;
 }
@@ -117,7 +120,10 @@ bool Queue::announce(Request& request, std::uint64_t tag) {
 std::vector<std::uint64_t> Queue::announced() {
     std::unique_lock lock(mutex_);
     told_.wait(lock, [this] { return stopped_ || !announced_.empty(); });
-    return std::exchange(announced_, {});
+    std::vector<std::uint64_t> tags(announced_);  // a copy: the room is for requests that go on
+    pending_ -= announced_.size();
+    announced_.clear();
+    return tags;
 }
 
 std::size_t Queue::register_memory(char* data, std::size_t nbytes) {
@@ -182,6 +188,14 @@ void Queue::drive(Driver& driver, const Opener& open, unsigned depth) {
     try {
         driver.backend = open();
         driver.blocks.resize(depth);
+        // All that this thread will need: it may throw now, and has nobody to tell later.
+        driver.free.reserve(depth);
+        driver.fresh.reserve(depth);
+        driver.ended.reserve(depth);
+        driver.unchecked.reserve(2 * depth);
+        driver.over.reserve(depth + kChecks);
+        driver.checked.reserve(depth + kChecks);
+        driver.finished.reserve(depth + kChecks);
         for (unsigned slot = depth; slot > 0; --slot) driver.free.push_back(slot - 1);
         opened = true;
     } catch (...) {
@@ -202,7 +216,6 @@ void Queue::drive(Driver& driver, const Opener& open, unsigned depth) {
 void Queue::serve(Driver& driver) {
     const auto at_the_end = [&] { return closing_ && schedule_.empty(); };
     for (;;) {
-        std::vector<std::shared_ptr<Request>> finished;
         {
             std::unique_lock lock(mutex_);
             if (driver.errand) {
@@ -215,10 +228,10 @@ void Queue::serve(Driver& driver) {
                 driver.ran = true;
                 changed_.notify_all();
             }
-            finished = settle(driver);
+            settle(driver);
             take(driver);
             if (at_the_end()) work_.notify_all();
-            if (!driver.in_flight() && driver.unchecked.empty() && finished.empty()) {
+            if (!driver.in_flight() && driver.unchecked.empty() && driver.finished.empty()) {
                 work_.wait(lock,
                            [&] { return at_the_end() || driver.errand || schedule_.ready(); });
                 if (at_the_end() && !driver.errand) return;
@@ -227,7 +240,8 @@ void Queue::serve(Driver& driver) {
             if (schedule_.ready()) work_.notify_one();
             driver.could_take_more = !driver.free.empty();
         }
-        finish(finished);
+        finish(driver.finished);
+        driver.finished.clear();
         move(driver);
     }
 }
@@ -237,7 +251,7 @@ void Queue::finish(const std::vector<std::shared_ptr<Request>>& finished) {
     for (const auto& request : finished) request->finish();
     const std::lock_guard lock(mutex_);
     for (const auto& request : finished) {
-        if (request->tag != 0) announced_.push_back(request->tag);
+        if (request->tag != 0) announced_.push_back(request->tag);  // `announce` made room
     }
     if (!announced_.empty()) told_.notify_all();
 }
@@ -254,24 +268,22 @@ void Queue::take(Driver& driver) {
     }
 }
 
-std::vector<std::shared_ptr<Request>> Queue::settle(Driver& driver) {
-    std::vector<std::shared_ptr<Request>> finished;
+void Queue::settle(Driver& driver) {
     for (Block& block : driver.over) {
         const auto operation = static_cast<std::size_t>(block.left.operation);
         moved_bytes_[operation] += block.nbytes - block.left.nbytes;
         latencies_[operation].add(block.took_ns);
         const bool last = block.request->settle(block);
         schedule_.settle(block);
-        if (last) finished.push_back(std::move(block.request));
+        if (last) driver.finished.push_back(std::move(block.request));
     }
     driver.over.clear();
-    return finished;
 }
 
 void Queue::move(Driver& driver) {
-    const std::vector<unsigned> fresh = std::exchange(driver.fresh, {});
-    std::vector<Block*> checked;
-    for (const unsigned slot : fresh) {
+    auto& checked = driver.checked;
+    checked.clear();
+    for (const unsigned slot : driver.fresh) {
         Block& block = driver.blocks[slot];
         block.started_ns = now_ns();
         driver.backend->add(block.left);
@@ -279,29 +291,30 @@ void Queue::move(Driver& driver) {
             checked.push_back(&block);
         }
     }
+    driver.fresh.clear();
     const std::size_t reads = std::min(driver.unchecked.size(), kChecks);
     for (std::size_t i = 0; i < reads; ++i) checked.push_back(&driver.unchecked[i]);
     if (!checked.empty()) {
         // Checksums are computed while the kernel moves blocks: a write only reads its memory, and
         // a read that has ended has freed its slot.
-        std::vector<Ended> ended;
-        if (driver.in_flight()) driver.backend->run(ended, false);
+        driver.ended.clear();
+        if (driver.in_flight()) driver.backend->run(driver.ended, false);
         for (Block* block : checked) sum(*block);
         const auto first = driver.unchecked.begin();
         const auto last = first + static_cast<std::ptrdiff_t>(reads);
         std::move(first, last, std::back_inserter(driver.over));
         driver.unchecked.erase(first, last);
-        collect(driver, ended);
+        collect(driver);
     }
     if (!driver.over.empty() || !driver.unchecked.empty() || !driver.in_flight()) return;
-    std::vector<Ended> ended;
-    driver.backend->run(ended, true);
-    collect(driver, ended);
+    driver.ended.clear();
+    driver.backend->run(driver.ended, true);
+    collect(driver);
 }
 
-void Queue::collect(Driver& driver, const std::vector<Ended>& ended) {
-    const std::uint64_t now = ended.empty() ? 0 : now_ns();
-    for (const auto [slot, result] : ended) {
+void Queue::collect(Driver& driver) {
+    const std::uint64_t now = driver.ended.empty() ? 0 : now_ns();
+    for (const auto [slot, result] : driver.ended) {
         Block& block = driver.blocks[slot];
         const Next next = advance(block, result);
         if (next == Next::kAgain || next == Next::kLater) {
@@ -310,8 +323,13 @@ void Queue::collect(Driver& driver, const std::vector<Ended>& ended) {
             continue;
         }
         block.took_ns = now - block.started_ns;
-        const bool unchecked = next == Next::kDone && block.left.operation == Operation::kRead &&
-                               block.request->wants_crc();
+        bool unchecked = next == Next::kDone && block.left.operation == Operation::kRead &&
+                         block.request->wants_crc();
+        // Where reads end faster than they are checked, this one is checked at once.
+        if (unchecked && driver.unchecked.size() == driver.unchecked.capacity()) {
+            sum(block);
+            unchecked = false;
+        }
         (unchecked ? driver.unchecked : driver.over).push_back(std::move(block));
         driver.free.push_back(slot);
     }

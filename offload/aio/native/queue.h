@@ -79,12 +79,15 @@ class Queue {
 
         std::thread thread;
         std::unique_ptr<Backend> backend;
-        // Used by the driver's thread alone:
-        std::vector<Block> blocks;     // one for each slot
-        std::vector<unsigned> free;    // slots
-        std::vector<unsigned> fresh;   // slots of blocks to hand to the kernel
-        std::vector<Block> unchecked;  // read, checksum not yet computed
-        std::vector<Block> over;       // ended, not yet settled
+        // Used by the driver's thread alone, which allocates no memory once it has begun:
+        std::vector<Block> blocks;                       // one for each slot
+        std::vector<unsigned> free;                      // slots
+        std::vector<unsigned> fresh;                     // slots of blocks to hand to the kernel
+        std::vector<Block> unchecked;                    // read, checksum not yet computed
+        std::vector<Block> over;                         // ended, not yet settled
+        std::vector<Ended> ended;                        // by the backend, just now
+        std::vector<Block*> checked;                     // whose checksums are computed next
+        std::vector<std::shared_ptr<Request>> finished;  // settled, their waiters not yet woken
         // Guarded by `mutex_`:
         bool could_take_more = false;  // may sleep in `run` with free slots
         std::function<void(Backend&)> errand;
@@ -93,16 +96,16 @@ class Queue {
 
     void drive(Driver& driver, const Opener& open, unsigned depth);
     void serve(Driver& driver);
-    // Settles the blocks that have ended; returns the requests that are thereby done. Needs the
-    // lock.
-    [[nodiscard]] std::vector<std::shared_ptr<Request>> settle(Driver& driver);
+    // Settles the blocks that have ended; adds the requests that are thereby done to `finished`.
+    // Needs the lock.
+    void settle(Driver& driver);
     // Fills free slots with blocks. Needs the lock.
     void take(Driver& driver);
     void finish(const std::vector<std::shared_ptr<Request>>& finished);
     // Hands fresh blocks to the backend and waits until some have ended.
     static void move(Driver& driver);
     // Frees the slots of transfers that have ended, or hands their rest over again.
-    static void collect(Driver& driver, const std::vector<Ended>& ended);
+    static void collect(Driver& driver);
     // Runs `errand` on every driver's thread. Returns true if all drivers were running.
     [[nodiscard]] bool on_each(const std::function<void(Backend&)>& errand);
     void stop();
@@ -119,7 +122,8 @@ class Queue {
     bool stopped_ = false;
     std::array<std::uint64_t, 2> moved_bytes_{};
     std::array<Latencies, 2> latencies_;
-    std::vector<std::uint64_t> announced_;
+    std::vector<std::uint64_t> announced_;  // has room for all that are pending
+    std::size_t pending_ = 0;               // tags that `announced` has not returned
     std::mutex closing_mutex_;
     std::mutex errands_mutex_;  // one errand at a time
 };

@@ -3,6 +3,7 @@
 #include <algorithm>
 #include <cerrno>
 #include <chrono>
+#include <new>
 
 #include "crc32c.h"
 
@@ -121,7 +122,12 @@ void sum(Block& block) {
     const std::size_t tail = block.nbytes - head - whole * kPage;
     const char* data = block.data;
     block.crc = 0;
-    block.pages.resize((head > 0) + whole + (tail > 0));
+    try {
+        block.pages.resize((head > 0) + whole + (tail > 0));
+    } catch (const std::bad_alloc&) {
+        block.error = ENOMEM;  // of this request alone
+        return;
+    }
     std::uint32_t* remainders = block.pages.data();
     if (head > 0) {
         block.crc = *remainders++ = crc32c_raw(data, head);

@@ -11,7 +11,6 @@
 #include <chrono>
 #include <cstring>
 #include <thread>
-#include <utility>
 #include <vector>
 
 #include "backend.h"
@@ -104,6 +103,10 @@ class Uring final : public Backend {
         completed_mask_ = *indices_.at<std::uint32_t>(completion.mask);
         completions_ = indices_.at<Completion>(completion.completions);
         ask_what_it_can();
+        // None is allocated later.
+        refused_.reserve(depth);
+        regions_.reserve(kSlots);
+        files_.reserve(kSlots);
         listen();
     }
 
@@ -147,9 +150,8 @@ class Uring final : public Backend {
         bool woken = !wait;
         for (;;) {
             woken |= reap(ended);
-            for (const unsigned slot : std::exchange(refused_, {})) {
-                ended.push_back({slot, -broken_});
-            }
+            for (const unsigned slot : refused_) ended.push_back({slot, -broken_});
+            refused_.clear();
             const bool over = woken || ended.size() > before;
             if ((over && added_ == 0) || (closing_ && broken_ != 0)) return;
             if (broken_ == 0) {

@@ -27,10 +27,19 @@ from rich.table import Column
 from rich.text import Text
 
 from offload.cli.console import BAD_INPUT, FAILED, make_table
-from offload.cli.signals import AT_ONCE, ENDING, exit_on_signal, handlers
-from offload.errors import BudgetError, ConfigError, IoError, OffloadError, StoreError, UsageError, printable
+from offload.cli.signals import AT_ONCE, ENDING, exit_on_signal, handlers, in_finalizer
+from offload.errors import (
+    BudgetError,
+    ConfigError,
+    IoError,
+    OffloadError,
+    StoreError,
+    UsageError,
+    naming_memory,
+    printable,
+)
 from offload.fileio.jsonl import hold_log, json_line
-from offload.interrupts import exit_on_next_signal
+from offload.interrupts import exit_on_next_signal, signal_later
 from offload.launch.environment import rank_number
 from offload.notices import shell_command
 from offload.report.figures import compare, early_updates, early_words, forecast, warning, words
@@ -282,8 +291,11 @@ class Signals:
         for number, handler in self._before.items():
             signal.signal(number, handler)
 
-    def _stop(self, number: int, _: FrameType | None) -> None:
+    def _stop(self, number: int, frame: FrameType | None) -> None:
         """Handles the first signal, and makes a second one end the process at once."""
+        if in_finalizer(frame):
+            signal_later(number)
+            return
         if number == signal.SIGHUP:
             _leave_closed_terminal()
         if signal.SIGHUP in self._before:
@@ -532,7 +544,8 @@ class Training:
     def _ended_on_error(self, job: Any, options: Any) -> Iterator[None]:
         """Commits and keeps the complete steps if an error or a signal ends the job inside the context."""
         try:
-            yield
+            with naming_memory():
+                yield
         except (OffloadError, OSError) as error:
             self._end(job)
             _quit(error, FAILED, options)

@@ -23,6 +23,7 @@ from typing import Any, BinaryIO, NamedTuple, TypeVar
 from offload.errors import ConfigError
 from offload.fileio.inner_files import open_data
 from offload.hub import data_set
+from offload.sizes import GIB, MIB, format_size
 
 # -- tables --------------------------------------------------------------------------------------------
 #
@@ -34,6 +35,10 @@ COLUMNS = ("text", "messages", "prompt", "completion", "conversations", "instruc
 _READ = (*COLUMNS, "tools", "system", "input", "output", "history")
 """Columns that are read; all others are ignored."""
 _ROWS_AT_ONCE = 256
+_MOST_AT_ONCE = GIB
+"""Bytes of a column in the rows that are in memory at once, at most."""
+_SMALL, _EXPANDS = 64 * MIB, 1000
+"""Bytes to which any Parquet file may expand, and times its size. Text expands tens of times."""
 
 
 def require_pyarrow() -> Any:
@@ -91,26 +96,51 @@ def read_parquet(file: Path) -> Iterator[tuple[dict[str, Any], str]]:
     parquet = require_pyarrow()
     import pyarrow
 
-    number = 0
+    number = nbytes = 0
     try:
         with parquet.ParquetFile(file) as table:
             names = table.schema_arrow.names
             _check(names, str(file))
             columns = [name for name in _READ if name in names]
-            # Batches bound the memory: a row group may be larger than the RAM.
-            for batch in table.iter_batches(_ROWS_AT_ONCE, columns=columns):
+            # Batches bound the memory: a row group may be larger than the RAM, and each row as long as the group.
+            largest = _largest_chunk(table.metadata, columns)
+            _check_size(file, largest)
+            rows = min(max(1, _MOST_AT_ONCE // max(1, largest)), _ROWS_AT_ONCE)
+            for batch in table.iter_batches(rows, columns=columns):
+                nbytes += batch.nbytes
+                _check_size(file, nbytes)
                 for row in batch.to_pylist():
                     number += 1
                     yield _without_nulls(row), f"{file}: row {number}"
-    except (pyarrow.ArrowException, UnicodeDecodeError) as error:
-        raise ConfigError(f"{file} cannot be read as Parquet after row {number}: {error}") from error
+    except ConfigError:
+        raise
+    except (pyarrow.ArrowException, ValueError, OverflowError, RecursionError) as error:
+        words = " ".join(str(error).split())[:500]
+        raise ConfigError(f"{file} cannot be read as Parquet after row {number}: {words}") from error
+
+
+def _largest_chunk(metadata: Any, columns: Sequence[str]) -> int:
+    """Returns the most bytes that one of `columns` claims to have in a row group, decompressed."""
+    groups = map(metadata.row_group, range(metadata.num_row_groups))
+    chunks = (group.column(at) for group in groups for at in range(group.num_columns))
+    of_columns = (chunk for chunk in chunks if chunk.path_in_schema.partition(".")[0] in columns)
+    return max((chunk.total_uncompressed_size for chunk in of_columns), default=0)
+
+
+def _check_size(file: Path, nbytes: int) -> None:
+    size = file.stat().st_size
+    if nbytes > max(_SMALL, _EXPANDS * size):
+        raise ConfigError(
+            f"{file} has {format_size(size)} and expands to {format_size(nbytes)} or more, which no text does: it was "
+            "made to fill the memory, and is not read"
+        )
 
 
 def _check(names: Sequence[str], place: str) -> None:
     if not any(name in COLUMNS for name in names):
         raise ConfigError(
-            f"{place} contains the columns {', '.join(names) or '(none)'}; rename one to text or messages, or two to "
-            f"prompt and completion"
+            f"{place} contains the columns {', '.join(names)[:500] or '(none)'}; rename one to text or messages, or "
+            "two to prompt and completion"
         )
 
 
@@ -238,7 +268,8 @@ def _read(files: Iterable[DataFile], make: Callable[[Any, str], _T]) -> Iterator
                 for row, place in rows(file):
                     yield make(row, place)
         except OSError as error:
-            raise ConfigError(f"cannot read {file}: {error.strerror or error}") from error
+            words = error.strerror or " ".join(str(error).split())[:500]
+            raise ConfigError(f"cannot read {file}: {words}") from error
 
 
 def _hub_rows(data: HubData) -> Iterator[tuple[dict[str, Any], str]]:
@@ -413,7 +444,7 @@ def _kind_of(row: Any, place: str) -> str:
         raise ConfigError(f"{place} contains {_kind(row)}, and each line must be one of {_SHAPES}{cure}")
     kinds = [key for key in ("text", "messages", "prompt") if key in row]
     if len(kinds) != 1:
-        keys = ", ".join(row) or "no key"
+        keys = ", ".join(row)[:500] or "no key"
         raise ConfigError(f"{place} contains {keys}; each line must be one of {_SHAPES}")
     return kinds[0]
 

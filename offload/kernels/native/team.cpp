@@ -7,8 +7,8 @@
 #include <algorithm>
 #include <atomic>
 #include <condition_variable>
+#include <exception>
 #include <mutex>
-#include <system_error>
 #include <thread>
 
 #include "numa.h"
@@ -70,8 +70,8 @@ class Team {
             for (; members_ < wanted; ++members_) {
                 std::thread(&Team::member, this, members_).detach();
             }
-        } catch (const std::system_error&) {
-            // The system refuses further threads: the existing ones do the work.
+        } catch (const std::exception&) {
+            // No further threads, or no memory for one: the existing ones do the work.
         }
         pthread_sigmask(SIG_SETMASK, &before, nullptr);
     }

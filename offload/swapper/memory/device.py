@@ -199,7 +199,7 @@ class Device:
         return DeviceRoom(0, 0)
 
     def allocate(self, nbytes: int) -> torch.Tensor:
-        """Allocates (nbytes,) uint8 of device memory. Raises torch's error, or `OSError`, if not enough is free."""
+        """Allocates (nbytes,) uint8 of device memory. Raises torch's error, or `BudgetError`, if not enough is free."""
         # On pages of 2 MiB, like the host arena: a step of 1B parameters, all in this memory, takes an eighth less
         # time.
         if not nbytes:

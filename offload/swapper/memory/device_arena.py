@@ -143,7 +143,7 @@ class DeviceArena:
     def _allocate(self, nbytes: int) -> torch.Tensor:
         try:
             return self._device.allocate(nbytes)
-        except (torch.OutOfMemoryError, OSError) as error:
+        except (torch.OutOfMemoryError, OSError, BudgetError) as error:
             advice = 'lower "device_memory" in the "offload" block, or place weights and states on cpu or nvme'
             raise self._too_small(nbytes, error, advice) from error
 
@@ -205,7 +205,7 @@ class DeviceArena:
         self._views, self._viewed = {}, {}  # storages over the old memory do not follow it to its next address
         try:
             memory = self._device.resize(self._first, nbytes, self.space.end)
-        except (torch.OutOfMemoryError, OSError) as error:
+        except (torch.OutOfMemoryError, OSError, BudgetError) as error:
             raise self._too_small(nbytes, error, "ask for fewer bytes, or end what else uses the device") from error
         self.space.resize(nbytes)
         if not self._device.host_addressable:
@@ -227,7 +227,7 @@ class DeviceArena:
         """Allocates the memory that was given back. Raises `BudgetError`, without effect, if too little is free."""
         try:
             self._device.take_back(self.blocks[0][1])
-        except (torch.OutOfMemoryError, OSError) as error:
+        except (torch.OutOfMemoryError, OSError, BudgetError) as error:
             advice = "free the memory that others took while the engine was asleep, and call again"
             raise self._too_small(self.nbytes, error, advice) from error
         # All work of every stream has ended by now, so no buffer waits for an earlier owner's events.

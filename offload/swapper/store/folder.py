@@ -129,6 +129,17 @@ class Lock:
         """True until `release`."""
         return self._folder is not None or (self._lock is not None and self._lock.held)
 
+    def check(self, folder: Path) -> None:
+        """Raises `StoreError` if another process holds this lock too: the file system's locks keep nobody out."""
+        try:
+            if self._lock is not None:
+                self._lock.check()
+        except LockHeldError as error:
+            raise StoreError(
+                f"{folder} is used by {error.holder} too, since locks of its file system keep no other host out; end "
+                "one of them, and set nvme_path to a folder on a local drive"
+            ) from None
+
     def release(self) -> None:
         """Releases the lock; idempotent."""
         if self._folder is not None:

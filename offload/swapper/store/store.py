@@ -127,6 +127,10 @@ class SwapFiles:
         """True until `close`."""
         return self._locks[0].held
 
+    def check_lock(self) -> None:
+        """Raises `StoreError` if another process has locked the first folder meanwhile."""
+        self._locks[0].check(self.folders[0])
+
     # -- making and opening -------------------------------------------------------------------------
 
     def check_room(self, nbytes: int | None = None) -> None:
@@ -586,8 +590,9 @@ class Store:
         A unit must not be read while `wrote` changes its newest slot. Bytes of the newest slot are compared with their
         checksums, unless `compare` is False because the caller compares them with `sum_of`. `buffer` belongs to the
         caller and must live until the future is done. The `wait` of the request raises `IoError` (EBADMSG) if the bytes
-        are damaged.
+        are damaged, and this call `StoreError` if another process uses the run too.
         """
+        self._files.check_lock()
         began = now()
         # any thread: a commit may replace the mapping meanwhile, and another thread may extend the same slot. The bytes
         # that the mapping then misses are scrubbed once more.
@@ -719,8 +724,10 @@ class Store:
     def write(self, unit: int, state: State, slot: int, start: int, buffer: memoryview) -> Future:
         """Submits a write of `buffer`. The bytes count as the newest copy only after `wrote`.
 
-        `buffer` belongs to the caller and must stay unchanged until the future is done.
+        `buffer` belongs to the caller and must stay unchanged until the future is done. Raises `StoreError` if another
+        process uses the run too.
         """
+        self._files.check_lock()
         began = now()
         place = self._places[unit][state][slot]
         assert start + len(buffer) <= place.nbytes
@@ -780,6 +787,7 @@ class Store:
         # names bytes that a power cut has lost. Record and blob alternate between two places.
         #
         # calling thread: blocks until the drives answer. All writes have ended, so the sync covers all of `newest`.
+        self._files.check_lock()
         self._files.sync()
         self._doing = "write of its blob and its record"
         which = 0 if self.durable is None else 1 - self.durable.blob
