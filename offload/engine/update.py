@@ -629,7 +629,10 @@ class Updates:
         """
 
     def come_to_rest(self, commit: bool = True) -> None:
-        """Drops all offers and waits as `finish` does: nothing reads or writes states until the next call."""
+        """Drops all offers and waits as `finish` does: until the next call nothing changes states.
+
+        Without `commit` a commit may still read states that memory alone has.
+        """
 
     def drop_spare(self, stop: int) -> bool:
         """Frees the host copies of promoted states, those that DISK stores too, that end beyond byte `stop` of weights.
@@ -796,9 +799,6 @@ class UpdateWorker(Updates):
     def come_to_rest(self, commit: bool = True) -> None:
         self.offers.drop_all()
         self.finish(commit)
-        with self._pager.lock:
-            # calling thread: a commit with its blob begins by itself, and reads states in memory.
-            self._wait_while(lambda: "the commit" if self._commit_step is not None and self._blob is not None else "")
 
     def idle_tiles(self) -> tuple[HostBuffer, ...]:
         """Returns the tile buffers as scratch memory for the caller's thread, until the next `schedule`."""

@@ -81,6 +81,7 @@ def test_updates_have_ended_before_a_commit_writes_their_results(
     engine = begin(JOB, ("cpu", "cpu"), tmp_path)
     for step in range(2):
         train_step(engine, JOB, step)
+    engine.synchronize()  # else the next forward waits for updates that are held
     testing.intercept(monkeypatch, "store.commit", commit)
     computes.clear()
     train_step(engine, JOB, 2)
