@@ -5,7 +5,6 @@
     weather   drives that are late, fail, rot, fill up or lose power, kills, Ctrl-C
     life      one process of the run: it trains until it has ended, or the weather ends it
     trial     the lives of a run, one after the other, and what must be true of what they wrote
-    shrink    the simplest plan that still fails
     outside   another storm, over the installed command alone, which imports nothing of the package
 
 `python -m tests.storm --minutes 5` draws one seed after the other; a failure prints the command that repeats it.
