@@ -60,7 +60,7 @@ def _train(folder: Path, refusal: Refusal | None = None) -> list[float]:
 def test_every_mapping_that_is_refused_is_one_error_with_its_size(tmp_path: Path) -> None:
     expected = run(JOB, DISK, tmp_path / "whole").losses
     refusal = Refusal(0)
-    for refusal in map(Refusal, range(1000)):
+    for refusal in map(Refusal, range(0, 1000, 3)):
         folder = tmp_path / str(refusal.at)
         try:
             _train(folder, refusal)
@@ -179,7 +179,7 @@ for at in itertools.count(0, stride):
 """
 
 
-@pytest.mark.parametrize("stride", [23, pytest.param(1, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("stride", [61, pytest.param(1, marks=pytest.mark.slow)])
 def test_each_native_allocation_that_fails_is_one_error(stride: int, tmp_path: Path) -> None:
     compiler = os.environ.get("CXX") or shutil.which("c++")
     if compiler is None:
