@@ -275,3 +275,9 @@ def test_of_many_damages_some_are_listed_and_all_counted(run: Path, swap: Path) 
     count = len(report["ranks"][0]["damages"])
     assert code == 1 and count > 20
     assert f"and {count - 20} more" in output_of(run) and f"damaged in {count} places" in output_of(run)
+
+
+def test_a_folder_of_the_model_that_is_not_there_is_named(run: Path) -> None:
+    done = CliRunner().invoke(app, ["verify", str(run), "--repair", "--model", str(run / "nowhere")])
+    assert done.exit_code == 2
+    assert "--model expects the folder of the model with which the run began" in " ".join(done.stderr.split())

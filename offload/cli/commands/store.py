@@ -88,6 +88,8 @@ def verify(
     console = make_console(stderr=json_output, highlight=False, soft_wrap=True)
     with errors(BAD_INPUT), signals():
         _check_folder(path)
+        if model is not None and not model.is_dir():
+            raise UsageError(f"--model expects the folder of the model with which the run began, and {model} is none")
         # An open run stays locked until `closing`, so that no process writes to it meanwhile.
         pace = _pace(rate)
         with closing(open_checking(path, repair, model)) as checking, IoQueue() as queue:
