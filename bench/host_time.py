@@ -106,12 +106,14 @@ def _figures(units: int, rounds: int, folder: Path) -> dict[str, float]:
     figures = {}
     for direction in Seconds._fields:
         # The first rounds record the order of uses.
-        each = {name: [getattr(one, direction) / units * 1e6 for one in of[2:]] for name, of in seconds.items()}
+        times = {
+            name: [getattr(turn, direction) / units * 1e6 for turn in turns[2:]] for name, turns in seconds.items()
+        }
         for name in engines:
-            more = [mine - other for mine, other in zip(each[name], each["plain"], strict=True)]
+            more = [paged - plain_time for paged, plain_time in zip(times[name], times["plain"], strict=True)]
             figures[f"{name}_{direction}_us"] = statistics.median(more)
-            figures[f"{name}_{direction}_least_us"] = min(each[name]) - min(each["plain"])
-        figures[f"plain_{direction}_us"] = statistics.median(each["plain"])
+            figures[f"{name}_{direction}_least_us"] = min(times[name]) - min(times["plain"])
+        figures[f"plain_{direction}_us"] = statistics.median(times["plain"])
     return figures
 
 

@@ -365,11 +365,6 @@ class Partitions:
         """Bytes of the device buffers for the reduction of gradients and the gathers of weights."""
         return self.reduction_nbytes + self.coded.nbytes + self.node.nbytes + align_up(self.joined_gathers)
 
-    @property
-    def largest_unit(self) -> int:
-        """Bytes of the largest unit on the device."""
-        return max(self.unit_nbytes, default=0)
-
     def pages_nbytes(self, partitions: Iterable[tuple[int, State]]) -> int:
         """Returns the bytes of some partitions, each rounded up to whole pages."""
         return sum(align_up(self.nbytes[unit][state]) for unit, state in partitions)

@@ -184,7 +184,7 @@ def open_checking(path: Path, repair: bool = False, model: Path | None = None) -
     if checkpoint is None:
         return RunChecking(real_path(path), repair, model)
     if repair:
-        raise UsageError(f"{checkpoint} is a checkpoint, of which nothing else has a copy: --repair mends runs")
+        raise UsageError(f"{checkpoint} is a checkpoint, which has no second copy: --repair mends runs")
     return CheckpointChecking(checkpoint)
 
 

@@ -281,3 +281,10 @@ def test_a_folder_of_the_model_that_is_not_there_is_named(run: Path) -> None:
     done = CliRunner().invoke(app, ["verify", str(run), "--repair", "--model", str(run / "nowhere")])
     assert done.exit_code == 2
     assert "--model expects the folder of the model with which the run began" in " ".join(done.stderr.split())
+
+
+@pytest.mark.parametrize("rate", ["0", "x", "-5MB"])
+def test_a_rate_that_is_none_is_named_with_its_option(rate: str, run: Path) -> None:
+    done = CliRunner().invoke(app, ["verify", str(run), "--rate", rate])
+    assert done.exit_code == 2
+    assert "--rate expects bytes a second such as 50MB" in " ".join(done.stderr.split())

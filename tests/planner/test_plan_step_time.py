@@ -208,7 +208,7 @@ def tight(load: Load) -> recommend.Planned:
     content = memory.settings(accumulation=load.accumulation)
     parts = recommend.settled(shape, on, load, content, in_turns=load.schedule == LAYER_MAJOR).parts
     gradients = sum(nbytes[State.GRAD] for nbytes in parts.nbytes)
-    device = 3 * parts.largest_unit
+    device = 3 * max(parts.unit_nbytes)
     return planned_schedules(load, on, shape, host_memory=gradients + 700 * MIB, device_memory=device)
 
 

@@ -116,9 +116,13 @@ def _pace(rate: str | None) -> Callable[[int], None]:
     """Returns a function that is called with bytes that were read, and sleeps so long that `rate` is kept."""
     if rate is None:
         return lambda nbytes: None
-    per_second, began, done = parse_size(rate), time.monotonic(), 0
+    try:
+        per_second = parse_size(rate)
+    except ConfigError:
+        per_second = 0
     if per_second < 1:
         raise UsageError(f"--rate expects bytes a second such as 50MB, got {rate!r}")
+    began, done = time.monotonic(), 0
 
     def pace(nbytes: int) -> None:
         nonlocal done
