@@ -319,7 +319,7 @@ def _components(
         )
         undo.callback(weights.remove)
         extensions: list[Extension] = [schedule]
-        for extension in _extensions(plan, model, handles, gradients, pager, host, arena, callbacks):
+        for extension in _extensions(plan, model, handles, gradients, shards, host, arena, callbacks):
             undo.callback(extension.remove)
             extensions.append(extension)
 
@@ -687,7 +687,7 @@ def _extensions(
     model: nn.Module,
     handles: Sequence[Sequence[ParamHandle]],
     gradients: GradientAccumulator,
-    pager: Pager,
+    shards: LocalShards,
     host: HostArena,
     arena: DeviceArena,
     callbacks: EngineCallbacks,
@@ -700,7 +700,7 @@ def _extensions(
         zeros = None
         if plan.config.offload.experts != "visited":
             zeros = ZeroGradients(plan.layouts, plan.trainable, gradients, plan.device.torch, plan.units.experts)
-        yield StackedExperts(model, plan.layouts, plan.units.experts, pager, zeros)
+        yield StackedExperts(model, plan.layouts, plan.units.experts, shards.pager, zeros)
     yield TargetedParameters(model, handles)
     if plan.world.divides_model or plan.sites:
         yield ShardedViews(plan.sites)
@@ -718,6 +718,8 @@ def _extensions(
             plan.batch.accumulation,
             plan.device.torch,
             callbacks,
+            shards,
+            exact=not plan.parts.coded.largest,
         )
     if plan.device.host_addressable:
         yield MemoryGuard(model, plan.placement.peak, host, arena, plan.world.everyone.here, callbacks)

@@ -79,8 +79,11 @@ class EngineCallbacks(Protocol):
     def leave_weights(self) -> None:
         """Gives up the weights that a backward viewed last, unless a graph holds them. Called on an autograd thread."""
 
-    def read_back(self) -> None:
-        """Drops copies of weights, and reads states in memory again, as far as files contain them. Between passes."""
+    def read_back(self) -> bool:
+        """Drops copies of weights, and reads states in memory again, as far as files contain them. Between passes.
+
+        Returns False, and does nothing, with several ranks.
+        """
 
     def pending_unit(self) -> int:
         """Returns the unit whose gradients wait to be reduced, or -1."""
@@ -191,7 +194,7 @@ class Extension(Protocol):
     def check_step(self, step: int, micro_batches: int) -> None:
         """Raises to refuse step number `step`, of `micro_batches` micro-batches, before anything of it is applied.
 
-        A caller that goes on drops the gradients first, by `zero_grad`.
+        The updates of the step before have ended. A caller that goes on drops the gradients first, by `zero_grad`.
         """
         return
 

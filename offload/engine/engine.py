@@ -454,16 +454,17 @@ class EngineCore(EngineCallbacks):
     def leave_weights(self) -> None:
         self.components.unit_views.end_recent()
 
-    def read_back(self) -> None:
+    def read_back(self) -> bool:
         components = self.components
         if components.world.everyone.size > 1:
-            return  # ranks agree on what is cached, and the others go on
+            return False  # ranks agree on what is cached, and the others go on
         components.update_worker.come_to_rest(commit=False)
         components.unit_views.outdate(range(len(components.layouts)))
         components.pager.begin_load()
         if not components.shards.stale:  # memory alone has the newest states of these
             components.shards.read_back()
         components.pager.end_load()
+        return True
 
     def pending_unit(self) -> int:
         return self.components.gradients.pending_unit

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Any, NamedTuple
 
 import torch
 
-from offload.aio import aligned_empty
+from offload.aio import aligned_empty, crc32c
 from offload.aio.protocols import Future, wait_for_all
 from offload.fileio.buffered_copy import BUFFER_NBYTES
 from offload.layout.flat_layout import UnitLayout
@@ -33,6 +34,19 @@ class ResidentShard:
     buffer: memoryview | None
     spare: HostBuffer | None = None
     """The host buffer of a partition that is also stored on DISK; the buffer may be freed between steps."""
+
+
+class PartitionSum(NamedTuple):
+    """The CRC-32C of the first bytes of a partition."""
+
+    crc: int
+    nbytes: int
+
+
+def checksum(values: torch.Tensor, before: int = 0) -> int:
+    """Returns the CRC-32C of a tensor's bytes, from `before`, that of the bytes which precede them."""
+    data: Any = values.contiguous().reshape(-1).view(torch.uint8).cpu().numpy()  # older stubs know no buffers
+    return crc32c(data, before)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -89,6 +103,12 @@ class LocalShards(StoredShards):
     """Units that are deferred again when all their partitions have come back."""
     model_files: ModelFiles | None = None
     """The model's own files, if weights are read there."""
+    watched: set[int] = field(default_factory=set)
+    """Units whose updates leave checksums of what memory alone contains. The audit of the next step compares them."""
+    sums: dict[tuple[int, State], PartitionSum] = field(default_factory=dict)
+    """Checksums that updates have left, of partitions that have not changed since. The update worker sets them."""
+    frozen_sums: dict[int, int] = field(default_factory=dict)
+    """CRC-32C of the frozen weights of units, as the first audit has read them."""
 
     def states(self, unit: int) -> dict[State, int]:
         """Returns the bytes of each partition of `unit` that outlives a step."""
@@ -152,6 +172,29 @@ class LocalShards(StoredShards):
                 self.store.read(unit, state, self.store.newest[unit], 0, buffer[:nbytes]).wait()
                 if resident.buffer is None:
                     self.put(unit, state, 0, buffer[:nbytes])
+
+    def record_sum(self, unit: int, state: State, first: int, values: torch.Tensor) -> None:
+        """Continues the checksum of a partition by new `values` from byte `first` on, if a watch asks for it.
+
+        The update worker calls this tile by tile, in order.
+        """
+        # What a store has too is compared with the store's checksums. Updates made before their step write such alone.
+        if unit not in self.watched or self.stored(unit, state):
+            self.sums.pop((unit, state), None)
+            return
+        before = self.sums[unit, state].crc if first else 0
+        self.sums[unit, state] = PartitionSum(checksum(values, before), first + values.nbytes)
+
+    def sum_of(self, unit: int, state: State) -> PartitionSum | None:
+        """Returns the checksum of what the last update wrote to a partition; None if nobody has computed it.
+
+        No update may be under way.
+        """
+        if not self.store.keeps(unit, state) or unit in self.stale:
+            return self.sums.get((unit, state))
+        nbytes = self.store.own_nbytes(unit)[state]
+        crc = self.store.sum_of(unit, state, nbytes)
+        return None if crc is None else PartitionSum(crc, nbytes)
 
     def commit(self, step: int, contents: Mapping[str, torch.Tensor]) -> None:
         """Commits the newest states of all units; see `Store.commit`. No update may be under way."""
@@ -236,6 +279,9 @@ class LocalShards(StoredShards):
 
     def put(self, unit: int, state: State, start: int, buffer: memoryview) -> None:
         """Copies `buffer` to byte `start` of the partition, if its tier is above DISK."""
+        self.sums.pop((unit, state), None)
+        if state is State.WEIGHT:
+            self.frozen_sums.pop(unit, None)
         resident = self.resident_of(unit, state)
         if resident is not None:
             part = resident.tensor.view(torch.uint8)[start : start + len(buffer)]

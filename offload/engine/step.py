@@ -292,13 +292,13 @@ class OptimizerStep:
         self._accumulation.check_boundary(self._state.settings.accumulation)
         self._state.registered.check_complete()
         self._optimizer.check_groups()
+        # calling thread: waits until the update worker has ended the step before, so at most one step is in flight.
+        updater.finish()
         for extension in components.extensions:
             extension.check_step(self._state.global_steps + 1, self._accumulation.count)
         # Checks that raise come first, while nothing has changed. Then live views of weights are refused, since the
         # updates would change the memory under them.
         components.unit_views.settle()
-        # calling thread: waits until the update worker has ended the step before, so at most one step is in flight.
-        updater.finish()
         known = self._known()
         # Gradients were computed from the scaled loss, so their norm has the loss scale as a factor.
         norm = known.norm / self._state.loss_scale

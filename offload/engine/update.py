@@ -400,6 +400,7 @@ class TilePipeline:
         for state, state_tile in tile.states.items():
             if state_tile.away is not None:
                 self._copy(state_tile.away, state_tile.work)
+            self._shards.record_sum(job.unit, state, state_tile.first, state_tile.work)
             if state_tile.buffer is not None:
                 target, first = store.target(job.unit), state_tile.first
                 tile.writes[state] = first, store.write(job.unit, state, target, first, state_tile.buffer)

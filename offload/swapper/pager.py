@@ -761,6 +761,41 @@ class Pager:
         finally:
             self.release(unit)
 
+    @uninterrupted
+    def read_copies(self, unit: int, receive: Callable[[Sequence[torch.Tensor]], None], on_device: bool = True) -> None:
+        """Calls `receive` with each copy of the unit's partition that is in memory.
+
+        A copy is given as its pieces, (nbytes,) uint8 each, in the order of the partition. Moves no weights and asks no
+        other rank. Calls nothing while an update of the unit is under way. Without `on_device`, leaves out the copy
+        with which the device computes, unless the unit's tier is DEVICE.
+        """
+        with self.lock:
+            entry = self._entries[unit]
+            if entry.updating:
+                return
+            copies: list[list[torch.Tensor]] = []
+            held = [entry.tier_buffer and self.arena.view(entry.tier_buffer)]
+            if entry.residency in (Residency.HOST, Residency.WRITING, Residency.DEVICE):
+                held.append(entry.host_buffer and entry.host_buffer.tensor(torch.uint8))
+            for memory in held:
+                if memory is not None:
+                    copies.append([memory[start : start + len(target)] for start, target in entry.size.pieces])
+            if on_device and entry.residency is Residency.DEVICE and entry.device_buffer != entry.tier_buffer:
+                assert entry.device_buffer is not None
+                memory = self.arena.view(entry.device_buffer)
+                copies.append([memory[target.start : target.stop] for _, target in entry.size.pieces])
+            uploaded = entry.uploaded
+            entry.copying += 1  # all buffers stay until the end
+        try:
+            # compute stream: the upload may be in flight.
+            self._device.wait_event(uploaded)
+            for pieces in copies:
+                receive(pieces)
+        finally:
+            with self.lock:
+                entry.copying -= 1
+                self.notify()
+
     def row_reads(self, unit: int, rows: Sequence[int], row_nbytes: int) -> tuple[range, ...] | None:
         """Returns the ranges of the partition that `look_up` must read for `rows`; None if the unit is better fetched.
 

@@ -14,7 +14,8 @@ from torch import nn
 
 from offload import testing
 from offload.activations.audit import SHARE, choose
-from offload.errors import AuditError
+from offload.errors import AuditError, EngineFailed
+from offload.states import State
 from tests.support import models
 from tests.support.models import DROPOUT, LORA, MIXTURE, SHALLOW_DROPOUT
 from tests.support.oracle import Job, Result, accumulated_step, assert_same, run, start, train_step, trained, weights_of
@@ -217,6 +218,100 @@ def test_what_cannot_be_compared_passes(model: Callable[[], nn.Module], audited:
 def test_a_model_with_frozen_and_unused_layers_and_a_counting_buffer(audited: list[int], tmp_path: Path) -> None:
     assert_same(run(MIXTURE, DISK, tmp_path / "plain"), run(MIXTURE, DISK, tmp_path / "audited", audit="random"))
     assert 0 < len(audited) <= MIXTURE.steps
+
+
+class Wide(nn.Module):
+    """Blocks whose updates take several tiles."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.Sequential(*(nn.Linear(128, 128) for _ in range(3)))
+
+    def forward(self, values: torch.Tensor) -> torch.Tensor:
+        output: torch.Tensor = self.blocks(values)
+        return output
+
+
+def wide_loss(model: Any, step: int, micro: int) -> torch.Tensor:
+    rows = torch.randn(4, 128, generator=torch.Generator().manual_seed(step))
+    loss: torch.Tensor = model(rows).square().mean()
+    return loss
+
+
+WIDE = Job(Wide, wide_loss, steps=6)
+
+
+def unit_of(engine: Any, block: str) -> int:
+    return next(unit for unit, layout in enumerate(testing.inspect(engine).layouts) if layout.name == block)
+
+
+@pytest.mark.parametrize("tier", ["none", "cpu"])
+def test_a_flip_in_the_only_copy_of_a_moment_stops_the_engine(
+    tier: str, audited: list[int], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    testing.replace(monkeypatch, "size.update_tile", range(16_000, 48_000))
+    calm = run(WIDE, DISK, tmp_path / "calm")
+    options: dict[str, Any] = {"audit": "random", "durability": {"every": 2}}
+    engine = start(WIDE, (tier, tier), tmp_path / "run", **options)
+    losses = [train_step(engine, WIDE, step) for step in range(3)]
+    testing.settle(engine)
+    drawn = choose(WIDE.seed, 4, 3, 1)
+    assert drawn is not None
+    # The last commit is of step 2, so no file contains the moments of step 3.
+    moment = testing.inspect(engine).residents[unit_of(engine, f"blocks.{drawn.block}"), State.EXP_AVG_SQ]
+    assert moment.nbytes > 48_000, "several tiles"
+    moment.view(torch.int32)[-1] ^= 1
+    with pytest.raises(AuditError, match=rf"step 4: exp_avg_sq of blocks\.{drawn.block} in memory .* has stopped"):
+        train_step(engine, WIDE, 3)
+    with pytest.raises(EngineFailed, match="the last committed step is intact"):
+        engine.zero_grad()
+        train_step(engine, WIDE, 3)
+    testing.abandon(engine)
+    engine = start(WIDE, (tier, tier), tmp_path / "run", resume="must", **options)
+    assert engine.global_steps == 2
+    assert losses[:2] + [train_step(engine, WIDE, step) for step in range(2, WIDE.steps)] == calm.losses
+    engine.destroy(remove=True)
+
+
+@pytest.mark.parametrize("tier", ["none", "cpu"])
+def test_a_flip_in_frozen_weights_is_found_at_the_next_audit_of_their_block(
+    tier: str, audited: list[int], tmp_path: Path
+) -> None:
+    job = LORA._replace(steps=8)
+    calm = run(job, DISK, tmp_path / "calm")
+    engine = start(job, (tier, "nvme"), tmp_path / "run", audit="random", durability="step")
+    seen = testing.inspect(engine)
+    names = [layout.name for layout in seen.layouts if layout.name.rpartition(".")[2].isdigit()]
+    draws = [choose(job.seed, step + 1, len(names), 1) for step in range(job.steps)]
+    again = next(step for step in range(1, job.steps - 1) if draws[step] in draws[:step])
+    losses = [train_step(engine, job, step) for step in range(again)]
+    testing.settle(engine)
+    block = draws[again]
+    assert block is not None
+    unit = unit_of(engine, names[block.block])
+    copies = list[torch.Tensor]()
+    seen.pager.read_copies(unit, lambda pieces: copies.append(pieces[-1]))
+    copies[0][-5] ^= 1  # the frozen weights follow the trainable ones
+    copies.clear()
+    with pytest.raises(AuditError, match=rf"step {again + 1}: weight of .*{names[block.block]} .* read again"):
+        train_step(engine, job, again)
+    engine.zero_grad()
+    assert losses + [train_step(engine, job, step) for step in range(again, job.steps)] == calm.losses
+    engine.destroy(remove=True)
+
+
+def test_an_edit_between_two_micro_batches_is_no_flip(audited: list[int], tmp_path: Path) -> None:
+    job = WIDE._replace(accumulation=2, steps=3)
+    engine = start(job, ("cpu", "cpu"), tmp_path / "run", audit="random", durability="none")
+    for step in range(job.steps):
+        for micro in range(2):
+            engine.backward(wide_loss(engine, step, micro))
+            for weight in engine.module.parameters():
+                with torch.no_grad():
+                    weight.mul_(0.5)
+            engine.step()
+    assert engine.global_steps == job.steps and audited
+    engine.destroy(remove=True)
 
 
 def _of_two_ranks(folder: Path, audit: str | None) -> tuple[Result, int]:

@@ -700,11 +700,8 @@ class Store:
         return self._covered.get(key, 0) == self._places[unit][state][self.newest[unit]].nbytes
 
     def sum_of(self, unit: int, state: State, nbytes: int) -> int | None:
-        """Returns the CRC-32C of the first `nbytes` of the newest slot; None if no checksum ends there.
-
-        A store with one slot has none: its bytes change in place, so no other file shares them.
-        """
-        return self._sums.sum_of((unit, state), nbytes) if self.spec.slots == 2 else None
+        """Returns the CRC-32C of the first `nbytes` of the newest slot; None if no checksum ends there."""
+        return self._sums.sum_of((unit, state), nbytes)
 
     def clone(self, unit: int, state: State, nbytes: int, descriptor: int, offset: int) -> bool:
         """Lets another file share the first `nbytes` of the newest slot, without a copy.
