@@ -8,7 +8,7 @@
     ├── UsageError       a call of the engine that is not valid now
     ├── RankError        another process of the run is gone, or executes another collective
     ├── NumericsError    a gradient norm, or logits, that are inf or NaN; weights were not changed
-    ├── AuditError       a gradient that was computed again has other bits; weights were not changed
+    ├── AuditError       bits have changed in memory, or in a gradient computed again; weights were not changed
     └── EngineFailed     an earlier error on a background thread has stopped this engine
 
 Each message states the expected value, the actual value, and the next thing to do.
@@ -157,7 +157,7 @@ class NumericsError(OffloadError, ArithmeticError):
 
 
 class AuditError(OffloadError, ArithmeticError):
-    """A gradient, or an output of a block, has other bits when it is computed again; the step was not applied."""
+    """Bits have changed in memory, or differ when a block's gradient is computed again; the step was not applied."""
 
 
 class EngineFailed(OffloadError, RuntimeError):

@@ -1372,8 +1372,9 @@ class OffloadBlock(Block):
     audit: Literal["random"] | None = Field(
         None,
         description="random: compute the gradient of a random block and micro-batch again, for at most 0.5 % of the "
-        "compute, and raise an AuditError before the update if a bit differs; takes the memory of one block's "
-        "activations and gradients more; see concepts/bits.md",
+        "compute, compare the block's weights and states in memory with what was written, and raise an AuditError "
+        "before the update if a bit differs; takes the memory of one block's activations and gradients more; see "
+        "concepts/bits.md",
     )
     on_nonfinite: Literal["raise", "skip"] = Field("raise", description="response to a gradient norm of inf or NaN")
     debug: Debug = Field(Debug(), description="see below")

@@ -339,6 +339,7 @@ class OptimizerStep:
             state.scaler.scale if state.scaler.kind else None,
             (early.hits, early.misses) if early is not None else None,
             self._components.update_worker.commits.budget_share,
+            mended=self._components.store.mended,
         )
 
     def _known(self) -> GradientStats:

@@ -85,6 +85,8 @@ class Stepped(NamedTuple):
     """The fraction of the drive budget that its present period has used; None without a budget."""
     host_given_back: int = 0
     """Bytes of the host budget that the system has back, since memory is short."""
+    mended: int = 0
+    """Damaged places of swap files that were mended so far; see `Store.mended`."""
 
 
 class Meter:
@@ -212,6 +214,8 @@ class StepMeter(Meter):
             values["drive_budget_used"] = stepped.drive_budget
         if stepped.host_given_back:
             values["host_given_back_bytes"] = float(stepped.host_given_back)
+        if stepped.mended:
+            values["mended"] = float(stepped.mended)
         values |= {"seconds": gone["seconds"] / 1e9, "read_bytes": gone["read"], "written_bytes": gone["written"]}
         if self._sent is not None:
             values |= {"collectives": float(gone["collectives"]), "sent_bytes": gone["sent"]}

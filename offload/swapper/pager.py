@@ -773,22 +773,22 @@ class Pager:
             entry = self._entries[unit]
             if entry.updating:
                 return
-            copies: list[list[torch.Tensor]] = []
-            held = [entry.tier_buffer and self.arena.view(entry.tier_buffer)]
-            if entry.residency in (Residency.HOST, Residency.WRITING, Residency.DEVICE):
-                held.append(entry.host_buffer and entry.host_buffer.tensor(torch.uint8))
-            for memory in held:
-                if memory is not None:
-                    copies.append([memory[start : start + len(target)] for start, target in entry.size.pieces])
+            partitions, copies = list[torch.Tensor](), list[list[torch.Tensor]]()
+            if entry.tier_buffer is not None:
+                partitions.append(self.arena.view(entry.tier_buffer))
+            readable = (Residency.HOST, Residency.WRITING, Residency.DEVICE)
+            if entry.host_buffer is not None and entry.residency in readable:
+                partitions.append(entry.host_buffer.tensor(torch.uint8))
+            for memory in partitions:
+                copies.append([memory[start : start + len(target)] for start, target in entry.size.pieces])
             if on_device and entry.residency is Residency.DEVICE and entry.device_buffer != entry.tier_buffer:
                 assert entry.device_buffer is not None
                 memory = self.arena.view(entry.device_buffer)
                 copies.append([memory[target.start : target.stop] for _, target in entry.size.pieces])
-            uploaded = entry.uploaded
             entry.copying += 1  # all buffers stay until the end
         try:
-            # compute stream: the upload may be in flight.
-            self._device.wait_event(uploaded)
+            # compute stream: the upload may be in flight. No lock: see `wait_upload`.
+            self._device.wait_event(entry.uploaded)
             for pieces in copies:
                 receive(pieces)
         finally:

@@ -12,8 +12,12 @@ from typing import Any
 import pytest
 from typer.testing import CliRunner
 
+from offload.aio import IoQueue
 from offload.cli.main import app
+from offload.sizes import PAGE
+from offload.states import State
 from offload.swapper.store import Store
+from offload.swapper.store.format import StoreSpec
 from tests.support.model_folders import make_folder
 from tests.support.models import GPT2
 from tests.support.oracle import start, train_step
@@ -150,6 +154,22 @@ def test_what_cannot_be_computed_again_is_refused() -> None:
     Path("log").write_text('{"step": 2, "loss": 1.0, "grad_norm": 1.0}\n')
     refused = CliRunner().invoke(app, ["replay", "scripts/default", "--steps", "2", "--log", "log"])
     assert refused.exit_code == 2 and "does not contain the command that trained it" in refused.stderr, refused.output
+
+
+def test_a_run_of_several_ranks_is_refused(queue: IoQueue) -> None:
+    spec = StoreSpec(({State.WEIGHT: PAGE},), 2, {"world_size": 2})
+    for rank in range(2):
+        store = Store(["swap"], "default", rank, spec, queue)
+        store.create(run_id="0" * 32)
+        store.commit(2, {})
+        store.close()
+    before = contents()
+    refused = replay("--steps", "3", "--log", "log")
+    assert (
+        refused.exit_code == 2
+        and "default was trained by 2 ranks; offload replay computes runs of one" in refused.stderr
+    )
+    assert contents() == before
 
 
 @pytest.mark.slow

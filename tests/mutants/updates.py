@@ -6,6 +6,27 @@ from tests.mutants.mutant import Mutant
 
 MUTANTS = (
     Mutant(
+        "begin the checksum of a state in memory anew at each tile",
+        "offload.engine.shards",
+        "self.sums[unit, state].crc if first else 0",
+        "0",
+        "tests/activations/test_audit.py::test_an_edit_between_two_micro_batches_is_no_flip",
+    ),
+    Mutant(
+        "go on with memory in which a bit has flipped and that no file contains",
+        "offload.activations.audit",
+        "if not restored:",
+        "if False:",
+        "tests/activations/test_audit.py::test_a_flip_in_the_only_copy_of_a_moment_stops_the_engine",
+    ),
+    Mutant(
+        "take an edit between two micro-batches for a flipped bit",
+        "offload.activations.audit",
+        "if copy.updates != shards.pager.updates(copy.unit):",
+        "if False:",
+        "tests/activations/test_audit.py::test_an_edit_between_two_micro_batches_is_no_flip",
+    ),
+    Mutant(
         "number the elements of each rank's moments from zero",
         "offload.engine.update_strategy",
         "self._noise_seed, unit, count), part.start + start)",

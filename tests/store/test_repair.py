@@ -74,9 +74,9 @@ def calm(tmp_path_factory: pytest.TempPathFactory) -> Calm:
     return Calm(folder / "swap", losses + rest, weights)
 
 
-def go_on(folder: Path) -> tuple[list[float], dict[str, torch.Tensor]]:
+def go_on(folder: Path, **options: Any) -> tuple[list[float], dict[str, torch.Tensor]]:
     """Resumes the run and trains it to its end; returns the losses from the step on at which it was resumed."""
-    engine = start(JOB, DISK, folder, resume="must")
+    engine = start(JOB, DISK, folder, resume="must", **options)
     try:
         losses = [train_step(engine, JOB, step) for step in range(engine.global_steps, STEPS)]
         return losses, weights_of(engine)
@@ -303,16 +303,22 @@ def test_verify_reads_no_faster_than_it_is_told(swap: Path, monkeypatch: pytest.
 # -- a live run ---------------------------------------------------------------------------------------
 
 
-def test_a_damaged_read_of_a_live_run_is_mended_and_said_once(
-    calm: Calm, swap: Path, caplog: pytest.LogCaptureFixture
+@pytest.mark.parametrize("suspect", [False, True], ids=["by a read", "by the resume"])
+def test_damage_is_mended_and_said_once_and_the_log_counts_it(
+    suspect: bool, calm: Calm, swap: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     place = first_place(swap, State.WEIGHT, True)
     flip_bit(swap / "default" / "rank0" / "states", place.offset)
-    losses, weights = go_on(swap)
+    if suspect:  # then a resume compares all data
+        (swap / "default" / "rank0" / "suspect").touch()
+    losses, weights = go_on(swap, log=str(swap / "log"))
     assert losses == calm.losses[COMMITTED:]
     assert all(torch.equal(value, calm.weights[name]) for name, value in weights.items())
     said = [record.message for record in caplog.records if "mended from" in record.message]
-    assert len(said) == 1 and "bytes of weight of blocks." in said[0] and "slot" in said[0] and "step 3" in said[0]
+    assert len(said) == 1 and "weight of blocks." in said[0] and "slot" in said[0]
+    assert suspect or "step 3" in said[0]
+    lines = [json.loads(line) for line in (swap / "log").read_text().splitlines()]
+    assert [line["mended"] for line in lines] == [1.0] * (STEPS - COMMITTED)
 
 
 def test_a_lost_value_of_a_live_run_is_named_with_the_cure(swap: Path, caplog: pytest.LogCaptureFixture) -> None:

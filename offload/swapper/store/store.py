@@ -55,6 +55,7 @@ from offload.swapper.store.format import (
     MAX_UNITS,
     MAX_UNITS_OF_THREE_SLOTS,
     SLOTS,
+    ChecksumRange,
     ChecksumTable,
     CommitRecord,
     Key,
@@ -520,9 +521,16 @@ class Store:
             blob.sums,
             self._undo,
             self._files.manifest.rank,
-            self._copies().mend,
+            self._mend_range,
             self.notices,
         )
+
+    def _mend_range(self, key: Key, slot: int, part: ChecksumRange) -> str | None:
+        """Replaces a damaged range by a true copy, and counts it. Returns where the copy is; None if there is none."""
+        where = self._copies().mend(key, slot, part)
+        if where is not None:
+            self._mended.add((key, slot, part.start))
+        return where
 
     def _copies(self) -> repair.Copies:
         """Returns the places that may have copies of damaged bytes now. The files are open."""
@@ -558,6 +566,11 @@ class Store:
     def keeps(self, unit: int, state: State) -> bool:
         """Returns True if the store has slots for this state of this unit."""
         return state in self._places[unit]
+
+    @property
+    def mended(self) -> int:
+        """Number of damaged ranges that were mended since the store was opened, and of files that were cut."""
+        return len(self._mended) + len(self._files.cut)
 
     def own_nbytes(self, unit: int) -> dict[State, int]:
         """Returns for each state of a unit the bytes of a slot that no other slot shares: all but frozen ones."""
@@ -640,7 +653,7 @@ class Store:
                 continue
             names = self.spec.parameters_at(self._files.manifest.rank, unit, state, part.start, part.nbytes)
             what = f"{part.nbytes} bytes of {state.value} of {self.spec.title(unit)}, slot {SLOTS[slot]}, of {step}"
-            where = copies.mend(key, slot, part)
+            where = self._mend_range(key, slot, part)
             if where is None:
                 if not self._lost:
                     announce(
@@ -652,7 +665,6 @@ class Store:
                 self._notes.mark_suspect()  # a sector that cannot be read has no note yet
                 return False
             announce(f"{what} were damaged, and are mended from {where}; the drive, its cable or the memory is failing")
-            self._mended.add((key, slot, part.start))
             mended = True
         return mended
 
@@ -899,6 +911,10 @@ class NoStore(Store):
         self.newest, self._places = [0] * units, self.spec.places()
         self.durable = self._before = None
         self.notices = []
+
+    @property
+    def mended(self) -> int:
+        return 0
 
     def note_end(self, facts: Mapping[str, Any]) -> None:
         """Writes no note."""
