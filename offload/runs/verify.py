@@ -22,7 +22,7 @@ from offload.runs.own_checkpoint import find_own
 from offload.sizes import count_of, format_size
 from offload.swapper.store.folder import RunNotes
 from offload.swapper.store.format import last_of_all
-from offload.swapper.store.inspection import Commit, RankFiles, Wrong, look
+from offload.swapper.store.inspection import COMMIT_BEGUN, Commit, RankFiles, Wrong, look
 from offload.swapper.store.recovery import Damage, Mend, Undo, damages_of_commit
 from offload.swapper.store.repair import Copies, FirstValues, lengthen
 
@@ -348,6 +348,8 @@ def _check(
             other = next((c for c in files.commits if c.record.serial < record.serial), None)
             if other is not None:
                 before = _before(files, other, file, queue, progress)
+            if files.begun:
+                before = COMMIT_BEGUN if before is None else f"{before}; {COMMIT_BEGUN}"
         left = any(not damage.mended for damage in damaged_places)
         if left and serial == max(c.record.serial for c in files.commits):
             # If the file "suspect" exists, the next resume compares all bytes, and falls back to an intact commit

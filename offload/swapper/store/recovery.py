@@ -48,7 +48,7 @@ from offload.swapper.store.format import (
     unpack,
     was_committed,
 )
-from offload.swapper.store.inspection import blob_of, place_in
+from offload.swapper.store.inspection import COMMIT_BEGUN, blob_of, place_in, was_begun
 from offload.swapper.store.requests import Joined, bytes_of
 
 _CHUNK_NBYTES = 8 * MIB
@@ -127,15 +127,15 @@ def find_newest(
     folder: Path,
     file_records: Records,
     units: int,
-    doubtful: bool,
+    suspect: bool,
     find_damage: Callable[[CommitRecord, Blob], Damage | None],
 ) -> tuple[CommitRecord, str | None]:
-    """Returns the newest commit that can be opened, and a line for the user if its data had to be compared.
+    """Returns the newest commit that can be opened, and a line for the user if a step may be lost.
 
-    If `doubtful`, since a page is damaged, or damage was seen before, no commit is taken without `find_damage`. That
-    function compares all data of a commit with its checksums and returns the first damage, or None. Raises `StoreError`
-    if there is no record, if a record is of another model, or if every commit is damaged. Raises `IoError` if a blob
-    cannot be read. That is no damage: the next start may read it.
+    If a page is damaged, a record lost, or damage was seen before (`suspect`), no commit is taken without
+    `find_damage`. That function compares all data of a commit with its checksums and returns the first damage, or
+    None. Raises `StoreError` if there is no record, if a record is of another model, or if every commit is damaged.
+    Raises `IoError` if a blob cannot be read. That is no damage: the next start may read it.
     """
     records = file_records.valid
     if not records:
@@ -145,7 +145,8 @@ def find_newest(
             f"{folder} contains no commit record with a valid checksum: the run cannot be resumed, go back to a "
             "checkpoint"
         )
-    wrong: list[str] = []
+    doubtful = suspect or file_records.doubt is not None
+    wrong = [] if file_records.doubt is None else [file_records.doubt]
     for record in records:
         if len(record.slots) != units:
             raise StoreError(
@@ -158,7 +159,8 @@ def find_newest(
             wrong.append(f"blob.{record.blob} of step {record.step} is damaged")
             continue
         if record is records[0] and not doubtful:
-            return record, None
+            begun = was_begun(folder, file_records)
+            return record, f"the run resumes after step {record.step}: {COMMIT_BEGUN}" if begun else None
         damage = find_damage(record, blob)
         if damage is None:
             why = f" ({'; '.join(wrong)})" if wrong else ""
