@@ -143,7 +143,8 @@ def find_newest(
             read_manifest(folder / "manifest.json")  # raises the error that names the format and its version
         raise StoreError(
             f"{folder} contains no commit record with a valid checksum: the run cannot be resumed, go back to a "
-            "checkpoint"
+            "checkpoint",
+            damaged=True,
         )
     doubtful = suspect or file_records.doubt is not None
     wrong = [] if file_records.doubt is None else [file_records.doubt]
@@ -171,7 +172,8 @@ def find_newest(
         wrong.append(f"step {record.step}: {damage}")
     raise StoreError(
         f"{folder}: no commit is intact: {'; '.join(wrong)}; the run cannot be resumed: fork a step that it has kept "
-        f"(`{shell_command('log', folder.parent)}` lists them), or go back to a checkpoint"
+        f"(`{shell_command('log', folder.parent)}` lists them), or go back to a checkpoint",
+        damaged=True,
     )
 
 
@@ -193,7 +195,8 @@ def load_blob(folder: Path, record: CommitRecord) -> Blob:
     if blob is None:
         raise StoreError(
             f"{folder}/blob.{record.blob} is damaged: step {record.step} cannot be resumed, and there is no other "
-            "commit; go back to a checkpoint"
+            "commit; go back to a checkpoint",
+            damaged=True,
         )
     return blob
 
@@ -246,6 +249,8 @@ class Damage(NamedTuple):
     reason: str
     parameters: tuple[str, ...]
     """Names of the parameters that the bytes belong to; empty if only the unit is known."""
+    frozen: bool
+    """True if no update writes the bytes, so the model's files may have them."""
     mended: str
     """Where the true copy was that has replaced the bytes; empty if they are still damaged."""
 
@@ -295,7 +300,9 @@ def damages_of_commit(
         # A copy in `undo` takes the place of the slot, whose own bytes nobody reads.
         mended = mend(key, slot, of) or "" if mend is not None and of is not None and key not in copied else ""
         offset = place_of(key).offset(start)
-        return Damage(state.value, spec.title(unit), SLOTS[slot], file.path, offset, nbytes, reason, names, mended)
+        own = place_of(key).nbytes - (spec.frozen[unit] if spec.frozen and state is State.WEIGHT else 0)
+        where = (state.value, spec.title(unit), SLOTS[slot], file.path, offset, nbytes)
+        return Damage(*where, reason, names, start >= own, mended)
 
     # A slot is reported if its checksums cover too few bytes or too many. With too many nothing is compared.
     compared: dict[Key, Slot] = {}
@@ -530,7 +537,8 @@ class Undo:
         if not undamaged and find_damage is not None and (damage := find_damage()) is not None:
             raise StoreError(
                 f"{self.path} is damaged: it has the copies of slots that an edit of weights has overwritten, and step "
-                f"{record.step}, the last one that all processes have, needs them ({damage}); go back to a checkpoint"
+                f"{record.step}, the last one that all processes have, needs them ({damage}); go back to a checkpoint",
+                damaged=True,
             )
 
     @contextlib.contextmanager

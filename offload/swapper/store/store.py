@@ -431,7 +431,8 @@ class Store:
             if self._files.cut and (lost := self._damage_in_open_files(record, blob)) is not None:
                 raise StoreError(
                     f"{'; '.join(self._files.cut)}: the store cannot be used, go back to a checkpoint or to a kept "
-                    f"step ({lost})"
+                    f"step ({lost})",
+                    damaged=True,
                 )
             self.notices += [f"{line}; all data of step {record.step} was compared" for line in self._files.cut]
             damage = None if record is records.valid[0] else partial(self._damage_in_open_files, record, blob)
