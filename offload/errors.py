@@ -119,29 +119,53 @@ class IoError(OffloadError, OSError):
     """A failed operation on a file: a read, a write, an open, a sync.
 
     `offset` and `nbytes` are the request's, in bytes; both are 0 if the error concerns the file as such. `errno` is the
-    system's.
+    system's. `cure` is what to do, where that is known.
     """
 
-    def __init__(self, path: str, offset: int, nbytes: int, errno: int, operation: str = "access") -> None:
+    def __init__(
+        self, path: str, offset: int, nbytes: int, errno: int, operation: str = "access", cure: str = ""
+    ) -> None:
         OSError.__init__(self, errno, os.strerror(errno), path)
         self.path = path
         self.offset = offset
         self.nbytes = nbytes
         self.operation = operation
+        self.cure = cure
 
     def __str__(self) -> str:
-        """Returns the operation, its bytes and the reason on one line."""
+        """Returns the operation, its bytes, the reason and the cure on one line."""
         what = f"{self.nbytes} bytes at offset {self.offset} of {self.path}" if self.nbytes else self.path
         reason = _REASONS.get(self.errno or 0, self.strerror)
-        return printable(f"cannot {self.operation} {what}: [Errno {self.errno}] {reason}")
+        cure = f"; {self.cure}" if self.cure else ""
+        return printable(f"cannot {self.operation} {what}: [Errno {self.errno}] {reason}{cure}")
 
-    def __reduce__(self) -> tuple[type[IoError], tuple[str, int, int, int, str]]:
+    def __reduce__(self) -> tuple[type[IoError], tuple[str, int, int, int, str, str]]:
         """Returns the constructor's arguments: exceptions that cross processes are pickled."""
-        return (IoError, (self.path, self.offset, self.nbytes, self.errno or 0, self.operation))
+        return (IoError, (self.path, self.offset, self.nbytes, self.errno or 0, self.operation, self.cure))
 
 
 class StoreError(OffloadError):
-    """A swap store that cannot be created, opened or trusted."""
+    """A swap store that cannot be created, opened or trusted.
+
+    `damaged` is True if bytes differ from those written: the command has failed, and its input is not at fault.
+    """
+
+    def __init__(self, message: str, damaged: bool = False) -> None:
+        super().__init__(message)
+        self.damaged = damaged
+
+
+def is_damage(error: BaseException | None) -> bool:
+    """Returns True for an error of bytes that are damaged or cannot be read, or if such an error has caused it."""
+    while error is not None:
+        if isinstance(error, StoreError) and error.damaged:
+            return True
+        if isinstance(error, IoError) and (
+            error.errno in (errno.EBADMSG, errno.ENODATA) or (error.errno == errno.EIO and error.operation == "read")
+        ):
+            return True
+        error = error.__cause__
+    return False
 
 
 class UsageError(OffloadError, RuntimeError):

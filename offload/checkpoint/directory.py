@@ -155,7 +155,9 @@ def check_parts(checkpoint: Path, manifest: Manifest) -> None:
     # A whole checkpoint is checked as it is read.
     if manifest.parts and (wrong := wrong_files(checkpoint, manifest)):
         reasons = "; ".join(f"{name} {reason}" for name, reason in wrong.items())
-        raise StoreError(f"the checkpoint {checkpoint} is incomplete or damaged: {reasons}; {instead_of(checkpoint)}")
+        raise StoreError(
+            f"the checkpoint {checkpoint} is incomplete or damaged: {reasons}; {instead_of(checkpoint)}", damaged=True
+        )
 
 
 # -- directory -----------------------------------------------------------------------------------------

@@ -276,7 +276,7 @@ class FoundCheckpoint:
         ][rank::world_size]
 
         def damaged(path: Path, name: str) -> None:
-            raise StoreError(f"{path} is damaged: {name} does not match its checksum; {instead_of(self.folder)}")
+            raise StoreError(f"{path} is damaged: {name} does not match its checksum; {instead_of(self.folder)}", True)
 
         try:
             compare_bytes(self, work, queue, damaged)
@@ -329,7 +329,9 @@ def look(folder: Path, rank: int, world_size: int, tied_here: Mapping[str, str])
         if CLIENT_STATE in contents:
             read(bytes(contents[CLIENT_STATE].numpy()), fields({}), "the client state")
     except (OSError, StoreError, TypeError, ValueError) as error:
-        raise StoreError(f"the checkpoint {folder} is incomplete or damaged: {error}; {instead_of(folder)}") from error
+        raise StoreError(
+            f"the checkpoint {folder} is incomplete or damaged: {error}; {instead_of(folder)}", damaged=True
+        ) from error
     saved = with_first_names(places(layouts, tied, manifest.frozen), tied_here)
     return FoundCheckpoint(
         folder=folder,

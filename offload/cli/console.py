@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from offload.errors import BudgetError, ConfigError, OffloadError, printable
+from offload.errors import BudgetError, ConfigError, OffloadError, StoreError, UsageError, is_damage, printable
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -75,15 +75,24 @@ def printable_logs() -> Iterator[None]:
 
 @contextmanager
 def errors(code: int) -> Iterator[None]:
-    """Reports an `OffloadError` or `OSError` in one line on stderr, and exits with `code`.
-
-    `ConfigError` and `BudgetError` are bad input wherever they occur, and exit with `BAD_INPUT`.
-    """
+    """Reports an `OffloadError` or `OSError` in one line on stderr, and exits with `code_of` it."""
     try:
         yield
     except (OffloadError, OSError) as error:
         echo_error(error)
-        raise typer.Exit(BAD_INPUT if isinstance(error, ConfigError | BudgetError) else code) from None
+        raise typer.Exit(code_of(error, code)) from None
+
+
+def code_of(error: BaseException, of_files: int) -> int:
+    """Returns the exit code of an error: `BAD_INPUT` if the input was refused, `FAILED` if something failed.
+
+    `of_files` is the code of an error of a file that is not damaged: the user may have named the file.
+    """
+    if is_damage(error):
+        return FAILED
+    if isinstance(error, ConfigError | BudgetError | StoreError | UsageError):
+        return BAD_INPUT
+    return of_files if isinstance(error, OSError) else FAILED
 
 
 @contextmanager

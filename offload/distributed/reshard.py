@@ -377,7 +377,8 @@ def _prepare(
             raise StoreError(
                 f"the run in {run} is damaged or cannot be read, and stays as it is: {error}; "
                 f"`{shell_command('verify', run)}` says where, and {before} may resume the "
-                "commit before"
+                "commit before",
+                damaged=True,
             ) from error
 
     ranks.by_first(check_room)

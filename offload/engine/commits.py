@@ -146,7 +146,6 @@ class BudgetedCommits(Commits):
             over = excess(budget, self._written, seconds, promised)
             if over > 0:
                 least = budget.rate + over
-                end = ends(account, budget, least)
                 logger.warning(
                     'the "drive_budget" of %s cannot be kept: steps of %.3g s write at least %s a day to each drive%s; '
                     "%s",
@@ -154,7 +153,7 @@ class BudgetedCommits(Commits):
                     seconds,
                     format_decimal(least * 86400),
                     "" if self._thins else ', with the "durability" that the config promises',
-                    "it lasts for this period" if end is None else f"it ends in {format_time(end)}",
+                    self._ending(least, seconds),
                 )
         left = account.since + budget.seconds - account.at
         if account.spent >= _NEARLY * budget.nbytes and self._warned != account.since:
@@ -162,12 +161,22 @@ class BudgetedCommits(Commits):
             if end is not None and end < _NEARLY * left:
                 self._warned = account.since
                 logger.warning(
-                    '%s of the "drive_budget" of %s are written, and its period lasts for another %s: %s',
+                    '%s of the "drive_budget" of %s are written: %s',
                     format_share(account.spent / budget.nbytes),
                     budget.text,
-                    format_time(left),
-                    f"at this rate it ends in {format_time(end)}" if end else "the rest of it has no budget",
+                    self._ending(rate, seconds),
                 )
+
+    def _ending(self, rate: float, step: float) -> str:
+        """Returns when the present period's bytes are spent at `rate`, in words. A step takes `step` seconds."""
+        account, budget = self._account, self._budget
+        end, left = ends(account, budget, rate), format_time(account.since + budget.seconds - account.at)
+        if end is None:
+            return f"the bytes of this period last until it ends, in {left}"
+        # The next step already has no bytes left, or no whole step has.
+        if end <= step:
+            return f"the bytes of this period are spent, and it ends in {left}: until then the run writes beyond them"
+        return f"at this rate the bytes of this period are spent in {format_time(end)}, and it ends in {left}"
 
 
 # -- file ----------------------------------------------------------------------------------------------

@@ -15,7 +15,7 @@ from offload.aio.protocols import Pending, Queue
 from offload.checkpoint.files import refuse_rank
 from offload.errors import IoError, StoreError
 from offload.states import State
-from offload.swapper.store import Compared, bytes_of, rank_folders
+from offload.swapper.store import Compared, bytes_of, rank_folders, repair
 from offload.swapper.store.folder import FINISHED, RESHARDED, Lock, Use
 from offload.swapper.store.format import Extents, Passages, StoreManifest, check_rank, check_whole, last_of_all
 from offload.swapper.store.inspection import Commit, RankFiles, is_rank, look
@@ -80,12 +80,15 @@ class StoreSource:
             all_ranks = ranks_of(run, lock_and_look(run, self._open) if looked is None else looked)
             self.commits = commits_of_all(all_ranks, at)
             """Each rank's part of the commit."""
+            self.wrong = [wrong for looked_rank in all_ranks for wrong in looked_rank.wrong]
+            """Files that are damaged or missing, and that this commit does not need: a later step may be lost."""
             self.run_id = known_run_id(all_ranks)
             """Id of the run; None if unknown."""
             self.folders = [looked_rank.folders for looked_rank in all_ranks]
             """Each rank's folder on each drive."""
             self._files = [self._open.enter_context(looked_rank.open_states()) for looked_rank in all_ranks]
-            self._places = [_manifest(looked_rank).spec.places() for looked_rank in all_ranks]
+            self._specs = [_manifest(looked_rank).spec for looked_rank in all_ranks]
+            self._places = [spec.places() for spec in self._specs]
             self._tables = [commit.table for commit in self.commits]
             for looked_rank, table, places in zip(all_ranks, self._tables, self._places, strict=True):
                 check_whole(table, places)
@@ -99,7 +102,7 @@ class StoreSource:
             # Pending comparisons of each rank's file.
             self._passages = [Passages() for _ in all_ranks]
             first = _manifest(all_ranks[0])
-            self.files: Sequence[Mapping[str, Any]] = [_manifest(looked_rank).spec.files for looked_rank in all_ranks]
+            self.files: Sequence[Mapping[str, Any]] = [spec.files for spec in self._specs]
             """The model's own files that have frozen weights of each rank; see `StoreSpec.files`."""
             self.description, self.about = first.spec.fingerprint, first.spec.about
             self.step, self.frozen = self.commits[0].record.step, True
@@ -148,8 +151,9 @@ class StoreSource:
         key = (unit, state)
         right, _ = self._passages[rank].compare(key, self._tables[rank][key], start, nbytes, crc)
         if not right:
-            path, what = self._files[rank].path, f"use {state.value} of unit {unit},"
-            raise IoError(path, place.offset(start), nbytes, errno.EBADMSG, what)
+            path, what = self._files[rank].path, f"use {state.value} of {self._specs[rank].title(unit)},"
+            run = self.folders[rank][0].parent
+            raise IoError(path, place.offset(start), nbytes, errno.EBADMSG, what, repair.cure(run))
 
     def close(self) -> None:
         self._open.close()
@@ -247,7 +251,8 @@ def commits_of_all(ranks: Sequence[RankFiles], at: int | None = None) -> list[Co
     for rank in ranks:
         if not rank.whole:
             words = "; ".join(map(str, rank.wrong)) or "nothing was committed yet"
-            raise StoreError(f"{rank.folder} contains no intact commit: {words}")
+            cure = f"; {repair.cure(rank.folder.parent)}" if rank.wrong else ""
+            raise StoreError(f"{rank.folder} contains no intact commit: {words}{cure}", damaged=bool(rank.wrong))
     # A kill may leave one rank a commit ahead. This rank then still has the last commit of all other ranks.
     serial = last_of_all(rank.whole[0].record.serial for rank in ranks) if at is None else at
     # At least one rank exists, so there is a last commit.

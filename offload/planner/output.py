@@ -210,7 +210,8 @@ def _of_budget(planned: Planned) -> list[tuple[str, str]]:
     if over:
         a_day = _DAY * (budget.rate + over)
         words = (
-            f"cannot be kept: {format_decimal(a_day)} a day, so it ends in {format_time(budget.nbytes * _DAY / a_day)}"
+            f"cannot be kept: {format_decimal(a_day)} a day, so the bytes of a period are spent after "
+            f"{format_time(budget.nbytes * _DAY / a_day)}"
         )
     elif memory.config.offload.thins_commits and memory.commit_every == 1:
         words += "; each step is committed"

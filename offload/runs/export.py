@@ -35,7 +35,7 @@ from offload.model_io.save import (
 )
 from offload.model_io.saved_names import described_adapter, described_names
 from offload.model_io.source import Source, StoreSource
-from offload.notices import folder_to_make
+from offload.notices import announce, folder_to_make
 from offload.offline.merge import ADAPTER_CONFIG, ADAPTER_WEIGHTS
 from offload.runs.own_checkpoint import find_own
 from offload.swapper.store import note_saved as write_note
@@ -77,7 +77,10 @@ def open_source(path: Path, queue: Queue) -> StoreSource | CheckpointSource | Wh
     """
     checkpoint = find_own(path)
     if checkpoint is None:
-        return StoreSource(real_path(path), queue)
+        source = StoreSource(real_path(path), queue)
+        for wrong in source.wrong:
+            announce(f"{wrong}; the step that is read is {source.step}, and a later one may be lost")
+        return source
     if read_manifest(checkpoint).parts:
         return whole_of_checkpoint(checkpoint, queue)
     return CheckpointSource(checkpoint, queue)

@@ -75,7 +75,8 @@ def fork(path: Path, name: str, queue: Queue) -> Forked:
             if any((rank.folder / mark).exists() for mark in ("suspect", "undo")) or rank.wrong:
                 raise StoreError(
                     f"{rank.folder} may be damaged, or has an edit that was interrupted, and is not forked; "
-                    f"`{shell_command('verify', path)}` says more, and a resumed run mends what can be mended"
+                    f"`{shell_command('verify', path)}` says more, and a resumed run mends what can be mended",
+                    damaged=True,
                 )
         try:
             for rank, commit in zip(ranks, commits, strict=True):

@@ -14,15 +14,16 @@ from typing import Any, NamedTuple
 
 from offload.aio import StripedFile
 from offload.aio.protocols import Queue
-from offload.checkpoint.files import is_checkpoint, progress_file, read_manifest, wrong_files
+from offload.checkpoint.files import instead_of, is_checkpoint, progress_file, read_manifest, wrong_files
 from offload.errors import IoError, StoreError, UsageError
 from offload.fileio import real_path
 from offload.model_io.source import lock_and_look, ranks_of
+from offload.notices import shell_command
 from offload.runs.own_checkpoint import find_own
 from offload.sizes import count_of, format_size
 from offload.swapper.store.folder import RunNotes
 from offload.swapper.store.format import last_of_all
-from offload.swapper.store.inspection import Commit, RankFiles, Wrong, look
+from offload.swapper.store.inspection import COMMIT_BEGUN, Commit, RankFiles, Wrong, look
 from offload.swapper.store.recovery import Damage, Mend, Undo, damages_of_commit
 from offload.swapper.store.repair import Copies, FirstValues, lengthen
 
@@ -51,6 +52,12 @@ class RankReport:
     """For each damage, the file, the offset and the number of bytes on each drive."""
     before: str | None = None
     """Description of the commit before the compared one; None if there is none, or if it was not compared."""
+    step_before: int | None = None
+    """Step of the commit before the compared one, if it is intact."""
+    wrong_model: bool = False
+    """True if the model's own files do not have the frozen weights of the run."""
+    common: bool = True
+    """False if the rank misses the newest commit that all ranks should have."""
     compared: bool = True
     """False if an error ended the comparison of the states."""
 
@@ -63,6 +70,14 @@ class RankReport:
         """Number of places and files that were damaged, and are not any more."""
         return len(self.lengthened) + sum(bool(damage.mended) for damage in self.damages)
 
+    @property
+    def steps(self) -> tuple[int, ...]:
+        """Steps of the rank's intact commits, newest first: a resume of this rank alone takes the first one."""
+        if not self.common or self.wrong_model:
+            return ()
+        newest = self.step if self.compared and all(damage.mended for damage in self.damages) else None
+        return tuple(step for step in (newest, self.step_before) if step is not None)
+
 
 class Report(NamedTuple):
     """Result of a run's folder."""
@@ -70,10 +85,48 @@ class Report(NamedTuple):
     path: Path
     step: int | None
     ranks: tuple[RankReport, ...]
+    repaired: bool = False
+    """True if true copies were looked for."""
 
     @property
     def whole(self) -> bool:
         return all(rank.whole for rank in self.ranks)
+
+    @property
+    def resumes(self) -> int | None:
+        """Step from which a resume goes on; None if no commit is known to be intact on all ranks."""
+        if not all(rank.steps for rank in self.ranks):
+            return None
+        # A rank that is a commit ahead resumes from the commit that all have.
+        step = min(rank.steps[0] for rank in self.ranks)
+        return step if all(step in rank.steps for rank in self.ranks) else None
+
+    def next(self) -> list[str]:
+        """Returns what to do about damage, in lines; none if all is intact."""
+        if self.whole:
+            return []
+        rows = []
+        damages = [damage for rank in self.ranks for damage in rank.damages if not damage.mended]
+        if damages and not self.repaired:
+            model = " --model FOLDER" if any(damage.frozen for damage in damages) else ""
+            of = ", where FOLDER has the model with which the run began" if model else ""
+            command = shell_command("verify", "--repair", self.path)
+            rows.append(f"to mend what another place has: `{command}{model}`{of}")
+        elif any(damage.frozen for damage in damages):
+            rows.append("frozen weights may be in the model's folder: give it by --model FOLDER")
+        if any(rank.wrong_model for rank in self.ranks):
+            rows.append("put the files of the model back as they were when the run began: they have no second copy")
+        elif self.resumes is not None and "@" in self.path.name:
+            rows.append(f"the states of step {self.resumes} are intact, and can be forked or exported")
+        elif self.resumes is not None:
+            rows.append(f"a resume goes on from step {self.resumes}, all of which is intact")
+        else:
+            run = self.path.with_name(self.path.name.partition("@")[0])
+            rows.append(
+                "no commit is known to be intact, so a resume fails: bring back what is missing, or fork a kept step "
+                f"(`{shell_command('log', run)}` lists them), or go back to a checkpoint"
+            )
+        return rows
 
     @property
     def mended(self) -> int:
@@ -101,13 +154,15 @@ class Report(NamedTuple):
                 before = f"; {rank.before}" if rank.before else ""
                 words = f"step {rank.step}, commit {rank.serial}, {format_size(rank.nbytes)}"
                 rows.append(f"rank {rank.rank}: {words}: {state}{before}")
-        return rows
+        return rows + self.next()
 
     def as_json(self) -> dict[str, Any]:
         return {
             "path": str(self.path),
             "whole": self.whole,
             "mended": self.mended,
+            "resumes": self.resumes,
+            "next": self.next(),
             "step": self.step,
             # `epoch` is the older name of `step`, kept for scripts.
             "epoch": self.step,
@@ -155,7 +210,8 @@ class CheckpointReport(NamedTuple):
         if len(self.wrong) > most:
             rows.append(f"and {len(self.wrong) - most} more")
         state = f"damaged in {count_of(len(self.wrong), 'place')}" if self.wrong else "intact"
-        return [*rows, f"{self.path}: step {self.step}, {format_size(self.nbytes)}: {state}"]
+        rows.append(f"{self.path}: step {self.step}, {format_size(self.nbytes)}: {state}")
+        return [*rows, f"a checkpoint has no second copy: {instead_of(self.path)}"] if self.wrong else rows
 
     def as_json(self) -> dict[str, Any]:
         return {
@@ -272,7 +328,7 @@ class RunChecking:
         for files in self._found:
             checked = _check(files, serial, queue, progress, self._repair, self._model)
             ranks.append(replace(checked, lengthened=self._lengthened[files.rank]))
-        return Report(self._run, resumable_step(ranks, serial), tuple(ranks))
+        return Report(self._run, resumable_step(ranks, serial), tuple(ranks), self._repair)
 
     def close(self) -> None:
         self._open.close()
@@ -317,7 +373,7 @@ def _check(
     wrong = list(files.wrong)
     damaged_places: list[Damage] = []
     places: list[tuple[tuple[str, int, int], ...]] = []
-    before, compared = None, False
+    before, step_before, compared, model_wrong = None, None, False, list[Wrong]()
     if not files.whole:
         return RankReport(folder=files.folder, rank=files.rank, wrong=files.wrong)
     commit = files.commit(serial)
@@ -343,11 +399,15 @@ def _check(
                 at = file.layout.places(damage.offset, damage.nbytes)
                 places.append(tuple((file.parts()[drive].path, offset, nbytes) for drive, offset, nbytes in at))
             compared = True
-            wrong += _wrong_model_files(files, queue)
+            model_wrong += _wrong_model_files(files, queue)
+            wrong += model_wrong
             # The line about the commit before is only a hint for the user: damage to that commit does not count.
             other = next((c for c in files.commits if c.record.serial < record.serial), None)
             if other is not None:
-                before = _before(files, other, file, queue, progress)
+                before, intact = _before(files, other, file, queue, progress)
+                step_before = other.record.step if intact else None
+            if files.begun:
+                before = COMMIT_BEGUN if before is None else f"{before}; {COMMIT_BEGUN}"
         left = any(not damage.mended for damage in damaged_places)
         if left and serial == max(c.record.serial for c in files.commits):
             # If the file "suspect" exists, the next resume compares all bytes, and falls back to an intact commit
@@ -371,6 +431,9 @@ def _check(
         places=tuple(places),
         before=before,
         compared=compared,
+        step_before=step_before,
+        wrong_model=bool(model_wrong),
+        common=files.commit(serial) is not None,
     )
 
 
@@ -440,8 +503,10 @@ def _damages(
     return damages_of_commit(file, queue, spec, commit.record, commit.table, undo, files.rank, progress, mend)
 
 
-def _before(files: RankFiles, commit: Commit, file: StripedFile, queue: Queue, progress: Callable[[int], None]) -> str:
-    """Returns a line that says whether an older commit is intact, so that a resume could fall back to it.
+def _before(
+    files: RankFiles, commit: Commit, file: StripedFile, queue: Queue, progress: Callable[[int], None]
+) -> tuple[str, bool]:
+    """Returns a line that says whether an older commit is intact, so that a resume could fall back to it, and whether.
 
     The step after the last commit overwrites the slots of the older commit, as intended. Overwritten bytes cannot be
     told apart from damaged ones.
@@ -449,13 +514,14 @@ def _before(files: RankFiles, commit: Commit, file: StripedFile, queue: Queue, p
     commit_before = f"the commit before, step {commit.record.step},"
     either = "the step after the last commit has begun to overwrite this commit, or this commit is damaged"
     if commit.blob is None:
-        return f"{commit_before} is not intact: its blob.{commit.record.blob} differs from the bytes written; {either}"
+        why = f"its blob.{commit.record.blob} differs from the bytes written"
+        return f"{commit_before} is not intact: {why}; {either}", False
     comparison = _damages(files, commit, file, queue, progress)
     try:
         first = next(comparison, None)
-        return (
-            f"{commit_before} is intact too" if first is None else f"{commit_before} is not intact: {first}; {either}"
-        )
+        if first is None:
+            return f"{commit_before} is intact too", True
+        return f"{commit_before} is not intact: {first}; {either}", False
     finally:
         # The first damage is enough. Pending reads must end before the file is closed.
         comparison.close()

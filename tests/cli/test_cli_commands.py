@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+import errno
 import logging
 import os
 import re
@@ -21,12 +22,12 @@ from torch import nn
 from typer.testing import CliRunner
 
 import offload
-from offload import schedules
+from offload import errors, schedules
 from offload.cli.commands.train import TrainOptions
-from offload.cli.console import echo_error
+from offload.cli.console import BAD_INPUT, FAILED, code_of, echo_error
 from offload.cli.main import app
 from offload.config import load_config, resolve_batch
-from offload.errors import BudgetError, ConfigError
+from offload.errors import BudgetError, ConfigError, EngineFailed, IoError, StoreError
 from offload.finetune.model import decay_groups
 from offload.finetune.options import Options, chooses_dtype, in_options, merge, schedule
 from offload.swapper.store import store
@@ -55,6 +56,38 @@ def test_help_and_exit_codes(path: tuple[str, ...]) -> None:
     assert told.exit_code == 0
     assert f"Example: offload {' '.join(path)} " in " ".join(told.output.split()) or "Examples:" in told.output
     assert ("--json" in told.output) is (path not in WITHOUT_JSON)
+
+
+CODES = {
+    "ConfigError": BAD_INPUT,
+    "BudgetError": BAD_INPUT,
+    "StoreError": BAD_INPUT,
+    "UsageError": BAD_INPUT,
+    "RankError": FAILED,
+    "NumericsError": FAILED,
+    "AuditError": FAILED,
+    "EngineFailed": FAILED,
+}
+
+
+def test_each_class_of_error_has_its_exit_code() -> None:
+    """As `docs/reference/errors.md` says: 2 for invalid input, 1 for what failed."""
+    classes = {name for name, value in vars(errors).items() if isinstance(value, type) and issubclass(value, OSError)}
+    classes |= {each.__name__ for each in errors.OffloadError.__subclasses__()}
+    assert classes == {*CODES, "IoError"}
+    for name, code in CODES.items():
+        assert {code_of(getattr(errors, name)("words"), of_files) for of_files in (1, 2)} == {code}
+    assert code_of(StoreError("words", damaged=True), BAD_INPUT) == FAILED
+    failed = EngineFailed("words")
+    failed.__cause__ = StoreError("words", damaged=True)
+    assert code_of(failed, BAD_INPUT) == FAILED
+    for number, operation, code in (
+        (errno.EBADMSG, "use weight of 0,", FAILED),
+        (errno.ENODATA, "read", FAILED),
+        (errno.EIO, "read", FAILED),
+        (errno.EACCES, "read", BAD_INPUT),
+    ):
+        assert code_of(IoError("path", 0, 1, number, operation), BAD_INPUT) == code
 
 
 def test_a_terminal_shows_where_the_cure_of_an_error_is(

@@ -215,6 +215,18 @@ def test_a_gradient_that_is_not_finite_loses_nothing() -> None:
     assert run_status(["swap"], "default").exists
 
 
+def test_damage_of_both_commits_is_a_failure_and_promises_no_resume() -> None:
+    assert call("--steps", "2", "--durability", "step", "--keep").exit_code == 0
+    states = Path("swap/default/rank0/states")
+    states.write_bytes(bytes(byte ^ 1 if at % 4096 == 7 else byte for at, byte in enumerate(states.read_bytes())))
+    again = ("--steps", "3", "--durability", "step", "--resume", "auto")
+    failed = call(*again)
+    assert failed.exit_code == 1 and "the last committed step is kept" not in failed.stderr, failed.output
+    assert "offload verify --repair swap/default" in failed.stderr.replace(f"{Path.cwd()}/", ""), failed.stderr
+    failed = call(*again)
+    assert failed.exit_code == 1 and "no commit is intact" in failed.stderr, failed.output
+
+
 def test_a_full_drive_under_the_log_ends_no_run() -> None:
     if not Path("/dev/full").exists():
         pytest.skip("there is no /dev/full")

@@ -288,3 +288,59 @@ def test_a_rate_that_is_none_is_named_with_its_option(rate: str, run: Path) -> N
     done = CliRunner().invoke(app, ["verify", str(run), "--rate", rate])
     assert done.exit_code == 2
     assert "--rate expects bytes a second such as 50MB" in " ".join(done.stderr.split())
+
+
+# -- the next command ---------------------------------------------------------------------------------
+
+
+def flip_in_slot(run: Path, older: bool) -> None:
+    """Flips a bit of what the newest commit names, or of the commit before."""
+    found = look(run / "rank0")
+    assert found.manifest is not None
+    record = found.commits[older].record
+    flip_bit(*on_drive(run, found.manifest.spec.places()[0][State.WEIGHT][record.slots[0]].offset(0)))
+
+
+def zero_newest_record(run: Path) -> None:
+    with (run / "rank0" / "commit").open("r+b") as file:
+        file.seek(look(run / "rank0").commits[0].record.blob * 4096)
+        file.write(bytes(4096))
+
+
+NEXT = {
+    "newest": (2, True, "a resume goes on from step 2, all of which is intact"),
+    "both": (None, True, "no commit is known to be intact, so a resume fails"),
+    "record": (2, False, "a resume goes on from step 2, all of which is intact"),
+}
+
+
+@pytest.mark.sample(2)
+@pytest.mark.parametrize("damage", NEXT)
+def test_verify_says_what_a_resume_does_and_how_to_mend(damage: str, run: Path, swap: Path) -> None:
+    step, mends, words = NEXT[damage]
+    if damage == "record":
+        zero_newest_record(run)
+    else:
+        for older in (False, True)[: 1 + (damage == "both")]:
+            flip_in_slot(run, older)
+    code, report = verify(run)
+    assert code == 1 and report["resumes"] == step and words in report["next"][-1]
+    assert any(f"offload verify --repair {run}" in line for line in report["next"]) is mends
+    assert words in output_of(run)
+    assert resumed(swap) == step
+
+
+def test_an_export_of_a_run_that_has_lost_a_record_says_so(
+    run: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    zero_newest_record(run)
+    done = CliRunner().invoke(app, ["export", str(run), str(tmp_path / "out")])
+    assert done.exit_code == 0 and "the step that is read is 2, and a later one may be lost" in caplog.text
+
+
+def test_a_damaged_export_names_the_unit_and_the_command(run: Path, tmp_path: Path) -> None:
+    flip_in_slot(run, older=False)
+    done = CliRunner().invoke(app, ["export", str(run), str(tmp_path / "out")])
+    title = look(run / "rank0").manifest.spec.title(0)  # type: ignore[union-attr]
+    assert done.exit_code == 1 and f"use weight of {title}," in done.stderr, done.stderr
+    assert f"offload verify --repair {run}" in done.stderr

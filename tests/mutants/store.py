@@ -41,6 +41,13 @@ MUTANTS = (
         "tests/store/test_store_files.py",
     ),
     Mutant(
+        "take a lost record for one that a resume has erased",
+        "offload.swapper.store.format",
+        "elif len(valid) > 1 or marks[other] or valid[0].serial > 1:",
+        "elif len(valid) > 1:",
+        "tests/store/test_store_checksums.py",
+    ),
+    Mutant(
         "compare what another process wrote when a read ends, not when somebody waits for it",
         "offload.swapper.store.requests",
         "may read them again.\n        self._future.add_done_callback(function)",

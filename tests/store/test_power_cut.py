@@ -20,6 +20,7 @@ from offload.aio import IoQueue
 from offload.errors import OffloadError
 from offload.swapper.store import StoreSpec, run_status
 from offload.swapper.store.folder import sync_names
+from offload.swapper.store.format import read_records
 from tests.store.test_store import (
     PAGE,
     SPEC,
@@ -148,6 +149,8 @@ def verdict(case: Case, commits: Mapping[str, Contents], drives: int, room: Path
     put(case.image, root)
     run = Run(root, drives, PlainQueue(), dict(commits))
     try:
+        records = read_records(run.store.folders[0] / "commit")
+        assert records.doubt is None or records.invalid_pages, f"no record is lost, and {records.doubt}"
         _open_or_begin(run, case.allowed)
         run.compare()
         if goes_on:

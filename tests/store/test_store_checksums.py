@@ -841,6 +841,93 @@ def test_a_commit_that_is_intact_after_all_is_not_called_damaged(rank: Path, tmp
     ]
 
 
+# -- records that are lost ----------------------------------------------------------------------------
+
+
+def committed(tmp_path: Path, queue: IoQueue, *steps: int) -> None:
+    store, _ = opened(tmp_path, queue)
+    for step in steps:
+        store.commit(step, blob(str(step)))
+    store.close()
+
+
+def said(tmp_path: Path, queue: IoQueue) -> tuple[str, str]:
+    """Opens the store; returns the text of its commit, and what it says."""
+    store, text = opened(tmp_path, queue)
+    store.close()
+    return text, "\n".join(store.notices)
+
+
+def replace_page(rank: Path, which: int, page: bytes) -> bytes:
+    """Returns the page of the commit file that was there."""
+    with (rank / "commit").open("r+b") as file:
+        file.seek(which * PAGE)
+        old = file.read(PAGE)
+        file.seek(which * PAGE)
+        file.write(page)
+    return old
+
+
+@pytest.mark.parametrize("more", [(2, 3), (2, 3, 4)])
+def test_a_newest_record_that_is_zeros_is_damage_and_the_step_before_is_compared(
+    more: tuple[int, ...], rank: Path, tmp_path: Path, queue: IoQueue
+) -> None:
+    committed(tmp_path, queue, *more)
+    assert not inspection.look(rank).wrong
+    replace_page(rank, read_records(rank / "commit").valid[0].blob, bytes(PAGE))
+    (wrong,) = inspection.look(rank).wrong
+    assert wrong.path == str(rank / "commit") and "a record that was written is lost" in wrong.reason
+    text, notices = said(tmp_path, queue)
+    assert text == str(more[-2]) and "is lost" in notices and f"all data of step {more[-2]} was compared" in notices
+    committed(tmp_path, queue, 9)
+    assert said(tmp_path, queue) == ("9", "") and not inspection.look(rank).wrong
+
+
+def test_a_record_that_a_resume_has_erased_is_not_called_lost(rank: Path, tmp_path: Path, queue: IoQueue) -> None:
+    committed(tmp_path, queue, 2, 3)
+    store = Store([tmp_path], "run", 0, SPEC, queue)
+    store.open(2)
+    store.close()
+    found = inspection.look(rank)
+    assert [commit.record.serial for commit in found.commits] == [2] and not found.wrong and not found.begun
+    assert said(tmp_path, queue) == ("2", "")
+    # The mark of another record vouches for none.
+    replace_page(rank, 0, format.erasure(1, 0))
+    assert len(inspection.look(rank).wrong) == 1
+
+
+def test_a_store_whose_first_commit_is_not_commit_1_has_lost_nothing(tmp_path: Path, queue: IoQueue) -> None:
+    """A start on another number of ranks makes one."""
+    store = Store([tmp_path], "run", 0, SPEC, queue, first=7)
+    store.create()
+    assert not format.was_committed(store.folders[0])
+    store.commit(1, blob("one"))
+    store.close()
+    records = read_records(store.folders[0] / "commit")
+    assert records.valid[0].serial == 7 and records.doubt is None
+
+
+@pytest.mark.parametrize("more", [(2,), (2, 3)])
+def test_a_write_of_a_record_that_a_drive_has_lost_is_said_as_a_kill_is(
+    more: tuple[int, ...], rank: Path, tmp_path: Path, queue: IoQueue
+) -> None:
+    """The files are those of a kill between blob and record; once the run goes on, a record is missing."""
+    committed(tmp_path, queue, *more[:-1])
+    which = 1 - read_records(rank / "commit").valid[0].blob
+    before = (rank / "commit").read_bytes()[which * PAGE :][:PAGE]
+    committed(tmp_path, queue, more[-1])
+    lost = replace_page(rank, which, before)
+    found = inspection.look(rank)
+    assert not found.wrong and found.begun
+    text, notices = said(tmp_path, queue)
+    assert text == ("one", "2")[len(more) - 1] and inspection.COMMIT_BEGUN in notices
+    replace_page(rank, which, lost)
+    committed(tmp_path, queue, 9)
+    replace_page(rank, which, before)  # as the process left it that did not know of the loss
+    if more == (2, 3):
+        assert "a record that was written is lost" in inspection.look(rank).wrong[0].reason
+
+
 # -- files that cannot be read ------------------------------------------------------------------------
 
 

@@ -7,6 +7,7 @@ import json
 import logging
 import os
 import random
+import re
 import signal
 from pathlib import Path
 from typing import Any
@@ -286,7 +287,19 @@ def test_a_promise_is_kept_and_the_end_of_the_budget_said(
     assert made - {0} == set(steps)
     engine.destroy(remove=True)
     (line,) = said(caplog)
-    assert "cannot be kept: steps of 600 s write at least" in line and "it ends in" in line
+    assert "cannot be kept: steps of 600 s write at least" in line and "of this period are spent in" in line
+
+
+def test_a_budget_that_is_spent_is_said_to_be(clock: Clock, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    engine = begin(tmp_path, f"{STATES}/day", durability="step")
+    for step in range(5):
+        clock.now += 600
+        train_step(engine, JOB, step)
+    engine.destroy(remove=True)
+    lines = said(caplog)
+    assert any("cannot be kept" in line for line in lines)
+    for line in lines:
+        assert "the bytes of this period are spent, and it ends in 23." in line and "in 0 seconds" not in line
 
 
 def test_without_a_promise_commits_are_put_off_and_said(
@@ -352,7 +365,7 @@ def test_nine_tenths_of_a_budget_are_said_once(clock: Clock, tmp_path: Path, cap
     engine.destroy(remove=True)
     kept, nearly = said(caplog)
     assert "cannot be kept" in kept
-    assert nearly.startswith("9") and "its period lasts for another 2" in nearly and "it ends in" in nearly
+    assert nearly.startswith("9") and re.search("of this period are spent in .*, and it ends in 2", nearly)
 
 
 def commits_of_a_rank(folder: Path) -> list[int]:
@@ -487,7 +500,7 @@ def test_a_plan_says_when_a_budget_ends() -> None:
     a_second = found["drive_budget"]["bytes_per_second"] + found["drive_budget"]["excess_bytes_per_second"]
     assert a_second == pytest.approx(found["step"]["written_bytes"] / found["step"]["seconds"], rel=0.02)
     text = plan("--ram", "32GB", "--drive-budget", "1TB/day", "--durability", "step")["text"]
-    assert f"1TB/day cannot be kept: {format_decimal(DAY * a_second)[:4]}" in text and "so it ends in" in text
+    assert f"1TB/day cannot be kept: {format_decimal(DAY * a_second)[:4]}" in text and "are spent after" in text
 
 
 def test_a_plan_refuses_a_budget_that_is_none() -> None:

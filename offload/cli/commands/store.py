@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 
-from offload.cli.console import BAD_INPUT, FAILED, Json, echo, echo_error, errors, make_console
+from offload.cli.console import BAD_INPUT, FAILED, Json, echo, errors, make_console
 from offload.cli.options import dtypes
 from offload.cli.signals import signals
 from offload.errors import ConfigError, StoreError, UsageError
@@ -77,7 +77,8 @@ def verify(
     """Compare every byte of a run or checkpoint with its checksum. Of a run the last commit is compared.
 
     With --repair a true copy may be in the other slot, in a kept step or a fork, in the store of a rank with the same
-    shard, or in the model's files. It must have the checksum of the commit. Without --repair nothing is mended.
+    shard, or in the model's files. It must have the checksum of the commit. Without --repair nothing is mended. After
+    damage the last lines are the next command, and the step that a resume takes.
 
     Exit code 0 if everything is intact, 1 if something is damaged, 2 if there is nothing to verify, or a
     process holds it, 3 if all that was damaged is mended. Example: offload verify /mnt/nvme/my-run
@@ -150,7 +151,7 @@ def import_(
     from offload.runs.import_checkpoint import check_output, import_checkpoint, nbytes_of, open_foreign
 
     console = make_console(stderr=json_output, highlight=False, soft_wrap=True)
-    with errors(FAILED), _refusals(), signals():
+    with errors(FAILED), signals():
         _check_folder(path)
         check_output(out)
         found = open_foreign(path, tag)
@@ -224,8 +225,7 @@ def export(
     if format == "gguf":
         _export_gguf(path, out, dtype, tokenizer, console, json_output)
         return
-    # `_refusals` must be inside `errors`, which would report a `StoreError` as a failure.
-    with errors(FAILED), _refusals(), signals():
+    with errors(FAILED), signals():
         _check_folder(path)
         check_target(out.absolute())
         if format != "safetensors" and (dtype or tokenizer):
@@ -267,7 +267,7 @@ def export(
 def _export_gguf(
     path: Path, out: Path, dtype: str | None, tokenizer: Path | None, console: Console, json_output: bool
 ) -> None:
-    with errors(FAILED), _refusals(), signals():
+    with errors(FAILED), signals():
         _check_folder(path)
         if dtype is not None:
             raise UsageError("--dtype is for a run; a GGUF file has the dtype of the model's files: leave it out")
@@ -299,7 +299,7 @@ def merge(
     Example: offload merge ./adapter ./my-llama
     """
     console = make_console(stderr=json_output, highlight=False, soft_wrap=True)
-    with errors(FAILED), _refusals(), signals():
+    with errors(FAILED), signals():
         from offload.offline.merge import MergePlan
         from offload.runs.export import check_target
 
@@ -348,7 +348,7 @@ def convert(
 
     console = make_console(stderr=json_output, highlight=False, soft_wrap=True)
     forms = {what: form for what, form in (("master", master), ("moments", moments)) if form is not None}
-    with errors(FAILED), _refusals(), signals():
+    with errors(FAILED), signals():
         _check_folder(path)
         path = real_path(path)  # a link that the user names is followed here, and no other below
         if not forms:
@@ -362,7 +362,7 @@ def convert(
             with closing(RunChecking(path)) as checking, _bar(console, checking.nbytes) as progress:
                 if not checking.run(queue, progress).whole:
                     say_where = shell_command("verify", path)
-                    raise StoreError(f"{path} is damaged, and is not converted; `{say_where}` says where")
+                    raise StoreError(f"{path} is damaged, and is not converted; `{say_where}` says where", damaged=True)
             with closing(StoreSource(path, queue)) as source:
                 made = plan(source, path, forms, run)
                 with _bar(console, made.nbytes // 2) as progress:
@@ -398,7 +398,7 @@ def fork(
     from offload.runs.fork import find_commit
     from offload.runs.fork import fork as make
 
-    with errors(FAILED), _refusals(), signals():
+    with errors(FAILED), signals():
         load_config({"offload": {"run": name}})  # a run of another name could not be resumed
         path = find_commit(path)
         _check_folder(path)
@@ -476,7 +476,7 @@ def replay(
 
     logging.getLogger("offload").setLevel(logging.ERROR)
     placement = {"offload_param": offload_param, "offload_optimizer": offload_optimizer}
-    with errors(FAILED), _refusals(), signals():
+    with errors(FAILED), signals():
         wanted = parse_steps(steps)
         if certificate is not None and (certificate.exists() or not certificate.absolute().parent.is_dir()):
             raise UsageError(f"--certificate {certificate} must be a new file in a folder that exists")
@@ -542,16 +542,6 @@ def rm(
                 err=True,
             )
             raise typer.Exit(FAILED)
-
-
-@contextmanager
-def _refusals() -> Iterator[None]:
-    """Exits with `BAD_INPUT` for errors that refuse the input. Other errors are failures of the command."""
-    try:
-        yield
-    except (ConfigError, StoreError, UsageError) as error:
-        echo_error(error)
-        raise typer.Exit(BAD_INPUT) from None
 
 
 def _check_folder(path: Path) -> None:

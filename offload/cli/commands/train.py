@@ -314,7 +314,8 @@ def train(typed: TrainOptions) -> None:
 
     The names of Hugging Face's arguments are taken too, such as --learning_rate or --output_dir.
 
-    Ends with 0 after the last step, 1 if training failed, 2 for invalid options, 128 plus its number after a signal.
+    Ends with 0 after the last step, 1 if training failed or swap files are damaged, 2 for invalid options, 128 plus
+    its number after a signal.
     """
     # Imported on use: the module loads rich and psutil, which would slow down every other command.
     from offload.cli.commands.train_run import Output, Training

@@ -26,18 +26,9 @@ from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeRemaining
 from rich.table import Column
 from rich.text import Text
 
-from offload.cli.console import BAD_INPUT, FAILED, make_table
+from offload.cli.console import BAD_INPUT, FAILED, code_of, make_table
 from offload.cli.signals import AT_ONCE, ENDING, exit_on_signal, handlers, in_finalizer
-from offload.errors import (
-    BudgetError,
-    ConfigError,
-    IoError,
-    OffloadError,
-    StoreError,
-    UsageError,
-    naming_memory,
-    printable,
-)
+from offload.errors import ConfigError, IoError, OffloadError, is_damage, naming_memory, printable
 from offload.fileio.jsonl import hold_log, json_line
 from offload.interrupts import exit_on_next_signal, signal_later
 from offload.launch.environment import rank_number
@@ -425,9 +416,9 @@ class Training:
                     with exit_on_signal(_NOT_BEGUN):
                         content = None if options.config is None else read_json(options.config)
                         job = prepare(options, content, self._say)
-                except (ConfigError, BudgetError, StoreError, UsageError, OSError) as error:
+                except (OffloadError, OSError) as error:
                     closed = isinstance(error, OSError) and error.errno == errno.EPIPE
-                    _quit(error, FAILED if closed else BAD_INPUT, options)
+                    _quit(error, FAILED if closed else code_of(error, BAD_INPUT), options)
                 # `prepare` found an identical job that has ended: the JSON line appears in this case too.
                 if isinstance(job, Finished):
                     self.console.print(job.message, markup=False)
@@ -547,7 +538,7 @@ class Training:
             with naming_memory():
                 yield
         except (OffloadError, OSError) as error:
-            self._end(job)
+            self._end(job, is_damage(error))
             _quit(error, FAILED, options)
         except Stopped:
             self._end(job)
@@ -595,13 +586,19 @@ class Training:
         url = push(job.output, options.push_to_hub, about, text)
         self.console.print(f"sent to {url}", markup=False)
 
-    def _end(self, job: Any) -> None:
+    def _end(self, job: Any, damaged: bool = False) -> None:
         """Commits the complete steps, keeps the swap files, and prints how to resume."""
         try:
             job.engine.destroy(remove=False)
         except (OffloadError, OSError) as error:
             print(f"error: {error}", file=sys.stderr)
-        if job.folder:
+        if job.folder and damaged:
+            print(
+                f"stopped; bytes that the run needs are damaged: `{shell_command('verify', '--repair', job.folder)}` "
+                "mends what another place has, and says from which step the same command with --resume auto goes on",
+                file=sys.stderr,
+            )
+        elif job.folder:
             print(
                 f"stopped; the last committed step is kept in {job.folder}: resume with the same command and "
                 f"--resume auto, or delete the run with: {shell_command('rm', job.folder)}",

@@ -43,6 +43,14 @@ if TYPE_CHECKING:
 #
 # A record is valid if its checksum is correct. If both records are valid, the record with the higher serial is the
 # newest. An incomplete record counts as never written.
+#
+# A resume of the older record erases the newer one by a mark, so that a lost record does not look like an erased one:
+#
+#     newest record    the other page         meaning
+#     serial s         record s - 1           the commit before
+#     serial s         mark of s + 1          a resume of s erased it
+#     serial 1         zeros                  there was one commit
+#     serial s         anything else          a commit was interrupted, or a record is lost
 
 
 FORMATS = (3, 4, 5)
@@ -62,6 +70,7 @@ def format_of(layout: Mapping[str, Any]) -> int:
 
 
 _MAGIC = b"OFFLDREC"
+_ERASED_MAGIC = b"OFFLDERA"
 _HEAD = struct.Struct("<8sIIQQQQII")  # magic, version, which blob, serial, step, ns since 1970, blob bytes, crc, units
 _CRC = struct.Struct("<I")
 MAX_UNITS = (PAGE - _HEAD.size - _CRC.size) * 8
@@ -109,10 +118,7 @@ class CommitRecord(NamedTuple):
             self.blob_crc,
             len(self.slots),
         )
-        # The checksum covers the whole page, so a reader detects a write that was cut short anywhere.
-        body = (head + bitmaps).ljust(PAGE - _CRC.size, b"\0")
-        assert len(body) == PAGE - _CRC.size, "the store has checked the number of its units"
-        return body + _CRC.pack(crc32c(body))
+        return _with_crc(head + bitmaps)
 
     @classmethod
     def unpack(cls, page: bytes, which: int) -> CommitRecord | None:
@@ -137,21 +143,38 @@ class CommitRecord(NamedTuple):
         return cls(serial, step, slots, blob, nbytes, blob_crc, time_ns, version)
 
 
+def _with_crc(content: bytes) -> bytes:
+    """Returns a page of a commit file."""
+    # The checksum covers the whole page, so a reader detects a write that was cut short anywhere.
+    body = content.ljust(PAGE - _CRC.size, b"\0")
+    assert len(body) == PAGE - _CRC.size, "the store has checked the number of its units"
+    return body + _CRC.pack(crc32c(body))
+
+
+def erasure(serial: int, which: int) -> bytes:
+    """Returns page number `which` of a commit file after record `serial` was erased, or if it never existed there."""
+    return _with_crc(_HEAD.pack(_ERASED_MAGIC, FORMATS[0], which, serial, 0, 0, 0, 0, 0))
+
+
 class Records(NamedTuple):
     """Contents of a commit file."""
 
     valid: tuple[CommitRecord, ...]
     """The valid records, newest first."""
     invalid_pages: tuple[int, ...]
-    """Indices of pages that are neither empty nor valid: interrupted commits, or damage."""
+    """Indices of pages that are not empty, and neither records nor marks: interrupted commits, or damage."""
     other_format: int | None = None
     """The format version in an invalid page, if it is none of `FORMATS`; else None."""
+    erased: bool = False
+    """True if the page beside the newest record has the mark of the record after it."""
+    doubt: str | None = None
+    """Why the newest record may not be that of the last commit, or may be damaged; None if all is as it should be."""
 
     def forget_later(self, path: Path, record: CommitRecord) -> None:
-        """Deletes durably all records of the commit file at `path` that are newer than `record`."""
+        """Erases durably all records of the commit file at `path` that are newer than `record`."""
         for later in self.valid:
             if later.serial > record.serial:
-                write_in_place(path, bytes(PAGE), later.blob * PAGE)
+                write_in_place(path, erasure(later.serial, later.blob), later.blob * PAGE)
         cut_short(path, 2 * PAGE)
 
 
@@ -177,13 +200,30 @@ def unpack_records(data: bytes) -> Records:
     pages = [data[start : start + PAGE] for start in (0, PAGE)]
     unpacked = [CommitRecord.unpack(page, which) for which, page in enumerate(pages)]
     valid = sorted((record for record in unpacked if record is not None), key=lambda record: -record.serial)
-    # An empty page was never written. Any other page without a valid record stems from an interrupted commit or damage.
-    invalid_pages = tuple(which for which in (0, 1) if unpacked[which] is None and any(pages[which]))
+    marks = [
+        page[:8] == _ERASED_MAGIC and page == erasure(_HEAD.unpack_from(page)[3], n) for n, page in enumerate(pages)
+    ]
+    # An empty page was never written. Any other page without a record or mark is an interrupted commit or damage.
+    invalid_pages = tuple(n for n in (0, 1) if unpacked[n] is None and not marks[n] and any(pages[n]))
     # A page of another format is invalid here. The caller must not take it for an interrupted commit.
     heads = (page for page in map(pages.__getitem__, invalid_pages) if len(page) >= _HEAD.size)
     versions = (int(_HEAD.unpack_from(head)[1]) for head in heads if head.startswith(_MAGIC))
     other_version = next((version for version in versions if version not in FORMATS), None)
-    return Records(tuple(valid), invalid_pages, other_version)
+    if not valid:
+        return Records((), invalid_pages, other_version)
+    other = 1 - valid[0].blob
+    erased = marks[other] and pages[other] == erasure(valid[0].serial + 1, other)
+    doubt = None
+    if invalid_pages:
+        doubt = "a record does not match its checksum: a commit was interrupted, or the file is damaged"
+    elif [record.serial for record in valid[1:]] == [valid[0].serial - 1] or erased:
+        pass
+    elif len(valid) > 1 or marks[other] or valid[0].serial > 1:
+        doubt = (
+            f"the record of commit {valid[0].serial} is valid, and beside it is neither that of commit "
+            f"{valid[0].serial - 1} nor the mark of an erased one: a record that was written is lost"
+        )
+    return Records(tuple(valid), invalid_pages, other_version, erased, doubt)
 
 
 def was_committed(folder: Path) -> bool:

@@ -25,6 +25,7 @@ from offload.swapper.store.format import (
     Blob,
     CommitRecord,
     Key,
+    Records,
     Slot,
     StoreManifest,
     made_by,
@@ -91,6 +92,8 @@ class RankFiles(NamedTuple):
     """Description of a store whose format this version does not read, else None."""
     wrong: tuple[Wrong, ...]
     """Damaged or missing files, as far as known without reading the states."""
+    begun: bool = False
+    """True if a commit after the newest was begun; see `was_begun`."""
 
     @property
     def whole(self) -> tuple[Commit, ...]:
@@ -210,7 +213,8 @@ def _look(folder: Path) -> RankFiles:
             manifest = dataclasses.replace(manifest, drives=file.drives)
     if not drive:
         wrong += _wrong_drives(folder, manifest)
-    return RankFiles(folder, rank, commits, manifest, drive, None, tuple(wrong))
+    begun = not drive and was_begun(folder, unpack_records(_bytes(folder / "commit") or b""))
+    return RankFiles(folder, rank, commits, manifest, drive, None, tuple(wrong), begun)
 
 
 def _other_format(folder: Path, notes: Mapping[str, Any]) -> int | None:
@@ -235,10 +239,8 @@ def _commits(folder: Path) -> tuple[tuple[Commit, ...], list[Wrong]]:
         wrong.append(Wrong(str(path), missing))
     elif (size := _nbytes_of(path)) != 2 * PAGE:
         wrong.append(Wrong(str(path), f"the file contains {size} bytes, expected {2 * PAGE}"))
-    elif records.invalid_pages:
-        wrong.append(
-            Wrong(str(path), "a record does not match its checksum: a commit was interrupted, or the file is damaged")
-        )
+    elif records.doubt is not None:
+        wrong.append(Wrong(str(path), records.doubt))
     # Only a second commit writes blob 1: with a blob 1 and no record, records were lost.
     elif not commits and any((_bytes(folder / "blob.1") or b"")[:8]):
         wrong.append(Wrong(str(path), "the file contains no record, although two commits were made"))
@@ -253,6 +255,24 @@ def _commits(folder: Path) -> tuple[tuple[Commit, ...], list[Wrong]]:
             reason = cut if short else "the file does not match the checksum in its record, or is no blob"
         wrong.append(Wrong(str(blob), f"{reason}; the file belongs to the last commit, step {record.step}"))
     return commits, wrong
+
+
+COMMIT_BEGUN = (
+    "a later commit was begun and has no record: a kill interrupted it, or the drive has lost its record or blob"
+)
+
+
+def was_begun(folder: Path, records: Records) -> bool:
+    """Returns True if the next commit has written to its blob, and its record is not there.
+
+    A kill between the two leaves this, and so does a drive that has lost the write of the record. Nothing in the files
+    tells them apart, and in both the newest record names the commit to resume from.
+    """
+    if not records.valid or records.erased or records.doubt is not None:
+        return False
+    other = 1 - records.valid[0].blob
+    data = _bytes(folder / f"blob.{other}") or b""
+    return any(data[:8]) and all(blob_of(record, data) is None for record in records.valid[1:])
 
 
 def blob_of(record: CommitRecord, data: bytes) -> Blob | None:

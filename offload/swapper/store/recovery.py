@@ -48,7 +48,7 @@ from offload.swapper.store.format import (
     unpack,
     was_committed,
 )
-from offload.swapper.store.inspection import blob_of, place_in
+from offload.swapper.store.inspection import COMMIT_BEGUN, blob_of, place_in, was_begun
 from offload.swapper.store.requests import Joined, bytes_of
 
 _CHUNK_NBYTES = 8 * MIB
@@ -127,15 +127,15 @@ def find_newest(
     folder: Path,
     file_records: Records,
     units: int,
-    doubtful: bool,
+    suspect: bool,
     find_damage: Callable[[CommitRecord, Blob], Damage | None],
 ) -> tuple[CommitRecord, str | None]:
-    """Returns the newest commit that can be opened, and a line for the user if its data had to be compared.
+    """Returns the newest commit that can be opened, and a line for the user if a step may be lost.
 
-    If `doubtful`, since a page is damaged, or damage was seen before, no commit is taken without `find_damage`. That
-    function compares all data of a commit with its checksums and returns the first damage, or None. Raises `StoreError`
-    if there is no record, if a record is of another model, or if every commit is damaged. Raises `IoError` if a blob
-    cannot be read. That is no damage: the next start may read it.
+    If a page is damaged, a record lost, or damage was seen before (`suspect`), no commit is taken without
+    `find_damage`. That function compares all data of a commit with its checksums and returns the first damage, or
+    None. Raises `StoreError` if there is no record, if a record is of another model, or if every commit is damaged.
+    Raises `IoError` if a blob cannot be read. That is no damage: the next start may read it.
     """
     records = file_records.valid
     if not records:
@@ -143,9 +143,11 @@ def find_newest(
             read_manifest(folder / "manifest.json")  # raises the error that names the format and its version
         raise StoreError(
             f"{folder} contains no commit record with a valid checksum: the run cannot be resumed, go back to a "
-            "checkpoint"
+            "checkpoint",
+            damaged=True,
         )
-    wrong: list[str] = []
+    doubtful = suspect or file_records.doubt is not None
+    wrong = [] if file_records.doubt is None else [file_records.doubt]
     for record in records:
         if len(record.slots) != units:
             raise StoreError(
@@ -158,7 +160,8 @@ def find_newest(
             wrong.append(f"blob.{record.blob} of step {record.step} is damaged")
             continue
         if record is records[0] and not doubtful:
-            return record, None
+            begun = was_begun(folder, file_records)
+            return record, f"the run resumes after step {record.step}: {COMMIT_BEGUN}" if begun else None
         damage = find_damage(record, blob)
         if damage is None:
             why = f" ({'; '.join(wrong)})" if wrong else ""
@@ -169,7 +172,8 @@ def find_newest(
         wrong.append(f"step {record.step}: {damage}")
     raise StoreError(
         f"{folder}: no commit is intact: {'; '.join(wrong)}; the run cannot be resumed: fork a step that it has kept "
-        f"(`{shell_command('log', folder.parent)}` lists them), or go back to a checkpoint"
+        f"(`{shell_command('log', folder.parent)}` lists them), or go back to a checkpoint",
+        damaged=True,
     )
 
 
@@ -191,7 +195,8 @@ def load_blob(folder: Path, record: CommitRecord) -> Blob:
     if blob is None:
         raise StoreError(
             f"{folder}/blob.{record.blob} is damaged: step {record.step} cannot be resumed, and there is no other "
-            "commit; go back to a checkpoint"
+            "commit; go back to a checkpoint",
+            damaged=True,
         )
     return blob
 
@@ -244,6 +249,8 @@ class Damage(NamedTuple):
     reason: str
     parameters: tuple[str, ...]
     """Names of the parameters that the bytes belong to; empty if only the unit is known."""
+    frozen: bool
+    """True if no update writes the bytes, so the model's files may have them."""
     mended: str
     """Where the true copy was that has replaced the bytes; empty if they are still damaged."""
 
@@ -293,7 +300,9 @@ def damages_of_commit(
         # A copy in `undo` takes the place of the slot, whose own bytes nobody reads.
         mended = mend(key, slot, of) or "" if mend is not None and of is not None and key not in copied else ""
         offset = place_of(key).offset(start)
-        return Damage(state.value, spec.title(unit), SLOTS[slot], file.path, offset, nbytes, reason, names, mended)
+        own = place_of(key).nbytes - (spec.frozen[unit] if spec.frozen and state is State.WEIGHT else 0)
+        where = (state.value, spec.title(unit), SLOTS[slot], file.path, offset, nbytes)
+        return Damage(*where, reason, names, start >= own, mended)
 
     # A slot is reported if its checksums cover too few bytes or too many. With too many nothing is compared.
     compared: dict[Key, Slot] = {}
@@ -528,7 +537,8 @@ class Undo:
         if not undamaged and find_damage is not None and (damage := find_damage()) is not None:
             raise StoreError(
                 f"{self.path} is damaged: it has the copies of slots that an edit of weights has overwritten, and step "
-                f"{record.step}, the last one that all processes have, needs them ({damage}); go back to a checkpoint"
+                f"{record.step}, the last one that all processes have, needs them ({damage}); go back to a checkpoint",
+                damaged=True,
             )
 
     @contextlib.contextmanager

@@ -24,6 +24,7 @@ from typing import NamedTuple
 from offload.aio import StripedFile, aligned_empty, crc32c, crc32c_joined
 from offload.aio.protocols import Queue
 from offload.errors import IoError, StoreError
+from offload.notices import shell_command
 from offload.sizes import MIB
 from offload.states import State
 from offload.swapper.store.folder import rank_number
@@ -42,6 +43,15 @@ from offload.swapper.store.inspection import RankFiles, is_rank, look
 from offload.swapper.store.requests import bytes_of
 
 _CHUNK_NBYTES = 8 * MIB
+
+
+def cure(run: Path) -> str:
+    """Returns what a message about damaged bytes of a run tells the user to do."""
+    return (
+        f"`{shell_command('verify', '--repair', run)}` mends what another place has (frozen weights of a script's run "
+        "with --model FOLDER), and says what a resume takes"
+    )
+
 
 FirstValues = Callable[[int, int, int], memoryview | None]
 """Makes `nbytes` of a unit's weights from byte `start` on, from the model's files; None if these do not give them."""

@@ -144,12 +144,13 @@ class SwapFiles:
         if short is not None:
             raise no_room(short._replace(need=nbytes, free=short.free + taken), self._spec)
 
-    def create(self, run_id: str | None, stripes: Sequence[int] = (), reserve: bool = True) -> None:
+    def create(self, run_id: str | None, stripes: Sequence[int] = (), reserve: bool = True, first: int = 1) -> None:
         """Deletes the remainders of an earlier start, reserves all room and writes empty records and the manifests.
 
         After an error the caller must delete the files made so far, by `unlink`. All ranks have the same `run_id`; None
-        if unknown. With `stripes` the drives are divided as those of another store; without `reserve` the states are a
-        hole. Raises `StoreError` if there is no room, and `OSError` if a file cannot be written.
+        if unknown. `first` is the number of the first commit. With `stripes` the drives are divided as those of another
+        store; without `reserve` the states are a hole. Raises `StoreError` if there is no room, and `OSError` if a file
+        cannot be written.
         """
         self._forget()
         drives = [folder.parent.parent for folder in self.folders]
@@ -163,7 +164,9 @@ class SwapFiles:
         else:
             for part, nbytes in zip(self._states.parts(), self._drive_nbytes(), strict=True):
                 os.ftruncate(part.descriptors.buffered, nbytes)
-        write_in_place(self.folders[0] / "commit", bytes(2 * PAGE))
+        # Beside a record whose number is not 1, an empty page would be a lost record.
+        second = bytes(PAGE) if first == 1 else format.erasure(first + 1, 1)
+        write_in_place(self.folders[0] / "commit", bytes(PAGE) + second)
         # Before any manifest: a power cut that left only a later drive's would make the first drive look missing.
         for folder in self.folders:
             sync_names(folder)
@@ -378,7 +381,7 @@ class Store:
         is no room.
         """
         with self._making(over, room=True):
-            self._files.create(run_id)
+            self._files.create(run_id, first=self._first)
             self._sums.fill_zeros(self._places)
             if self.spec.slots == 1:
                 self._notes.forget_end()
@@ -429,7 +432,8 @@ class Store:
             if self._files.cut and (lost := self._damage_in_open_files(record, blob)) is not None:
                 raise StoreError(
                     f"{'; '.join(self._files.cut)}: the store cannot be used, go back to a checkpoint or to a kept "
-                    f"step ({lost})"
+                    f"step ({lost})",
+                    damaged=True,
                 )
             self.notices += [f"{line}; all data of step {record.step} was compared" for line in self._files.cut]
             damage = None if record is records.valid[0] else partial(self._damage_in_open_files, record, blob)
@@ -472,7 +476,7 @@ class Store:
         run, or there is no room, and `IoError` if a copy fails. The store is then closed, and its files are deleted.
         """
         with self._making(over, room=reserve):
-            self._files.create(run_id, manifest.weights, reserve)
+            self._files.create(run_id, manifest.weights, reserve, self._first)
             extents = [
                 extent
                 for unit, row in enumerate(self._places)
@@ -497,9 +501,8 @@ class Store:
 
     def _newest(self, records: Records) -> CommitRecord:
         """Returns the newest record that can be opened. After any sign of damage, compares all data of its commit."""
-        doubtful = bool(records.invalid_pages) or self._notes.suspect
-        units = len(self.newest)
-        record, notice = recovery.find_newest(self.folders[0], records, units, doubtful, self._damage_in_closed_files)
+        units, suspect = len(self.newest), self._notes.suspect
+        record, notice = recovery.find_newest(self.folders[0], records, units, suspect, self._damage_in_closed_files)
         self.notices += [] if notice is None else [notice]
         return record
 
