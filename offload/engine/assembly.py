@@ -595,10 +595,6 @@ def _commits(plan: Plan, files: RunFiles) -> Commits:
         return Commits(plan.commit_every)
     store, drives = files.store, len(plan.config.drives)
 
-    def counts() -> tuple[float, float]:
-        rows = files.written.drives()
-        return ranks * max(row.run_bytes for row in rows), ranks * max(row.life_bytes for row in rows)
-
     return BudgetedCommits(
         plan.commit_every,
         budget=DriveBudget.of(offload.drive_budget),
@@ -608,7 +604,8 @@ def _commits(plan: Plan, files: RunFiles) -> Commits:
         ),
         thins=offload.thins_commits,
         keep_every=offload.keep_every,
-        counts=counts,
+        counter=files.written,
+        ranks=ranks,
         path=store.folders[0] / "budget" if store.folders and everyone.rank == 0 else None,
         everyone=everyone,
     )

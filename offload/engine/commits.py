@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import json
 import logging
+import threading
 import time
-from collections.abc import Callable
 from pathlib import Path
 
 from offload.aio import crc32c
@@ -21,7 +21,8 @@ from offload.layout.drive_budget import (
     spend,
 )
 from offload.records import fields, number, read
-from offload.sizes import format_decimal, format_share, format_time
+from offload.sizes import PAGE, format_decimal, format_share, format_time
+from offload.swapper.store import DriveByteCounter
 from offload.swapper.store.folder import overwrite, read_whole
 
 logger = logging.getLogger("offload")
@@ -32,6 +33,8 @@ _STEADY = 3
 """Steps after the first one of a process, whose seconds tell how much the run writes in a day."""
 _NEARLY = 0.9
 """Fraction of a budget from which on a run says when it ends."""
+_PARTS = 64
+"""Parts of a step and its commit that the file counts one after the other, each before it is written."""
 _SIZE = 512
 """Bytes of the file with the account."""
 
@@ -55,9 +58,10 @@ class Commits:
 class BudgetedCommits(Commits):
     """Commits of a run whose writes have a budget. Belongs to the thread that runs the model.
 
-    The first rank decides for all. It keeps the account in a file of its swap folder, written before each step with the
-    bytes that the step is about to write. So a run that is killed and resumed has counted too much rather than too
-    little. The file is not synced: after a power cut, as after other damage, the account begins anew, without credit.
+    The first rank decides for all. It keeps the account in a file of its swap folder. The file counts bytes before they
+    are written, a 64th of a step and its commit at a time. So a run that is killed has counted that much too much at
+    most, and not too little. The file is not synced: after a power cut, as after other damage, the account begins anew,
+    without credit.
     """
 
     def __init__(
@@ -68,7 +72,8 @@ class BudgetedCommits(Commits):
         written: Written,
         thins: bool,
         keep_every: int,
-        counts: Callable[[], tuple[float, float]],
+        counter: DriveByteCounter,
+        ranks: int,
         path: Path | None,
         everyone: Ranks,
     ) -> None:
@@ -79,26 +84,26 @@ class BudgetedCommits(Commits):
             written: bytes that a step and a commit write to one drive.
             thins: True if the run has promised no interval, so that the budget decides.
             keep_every: steps that are a multiple of this are committed in any case; 0 for none.
-            counts: returns the bytes that were written to the most written drive by this process, and in the life of
-                the run.
+            counter: the bytes that this rank writes to each drive; the account is of the drive that is written most.
+            ranks: the ranks that write to the same drives.
             path: file of the account; None without swap files, or on any rank but the first.
         """
         super().__init__(every)
         self._budget, self._written, self._thins, self._keep_every = budget, written, thins, keep_every
-        self._counts, self._path, self._everyone = counts, path, everyone
-        earlier, life = _read(path), counts()[1]
-        self._account = opened(clock()) if earlier is None else earlier
+        self._counter, self._ranks, self._path, self._everyone = counter, ranks, path, everyone
+        self._lock = threading.Lock()
+        self._account = _read(path) or opened(clock())
         self._counted = 0.0
-        if earlier is not None:
-            # An end without a kill has written more than its last step knew: the last commit. After a kill the run's
-            # own count is that of an earlier commit.
-            self._counted = -max(0.0, life - earlier.life)
+        """Bytes of this process in the account."""
+        self._began_commit: float | None = None
+        """Time of the last decision to commit."""
         self._steps = 0
         self._began: tuple[float, float] | None = None
         """Time and bytes of this process at its first step, after all first states were written."""
         self._warned: float | None = None
         """Beginning of the period of which it was said that it nearly ends."""
-        self._keep(0.0)  # a drive without room for the account refuses it before the first step
+        if path is not None:
+            counter.reserve_by(self._reserve)  # a drive without room for the account refuses it before the first step
 
     @property
     def budget_share(self) -> float | None:
@@ -110,27 +115,40 @@ class BudgetedCommits(Commits):
         return here if self._everyone.alone else bool(self._everyone.share(here, "commit by its drive budget")[0])
 
     def _decide(self, step: int) -> bool:
-        commit, run = self._written.at_commit, self._counts()[0]
-        self._account = spend(self._account, self._budget, clock(), run - self._counted, commit)
-        self._counted = run
+        commit = self._written.at_commit
+        with self._lock:
+            # calling thread: the commit before has ended. Until then the file has the time of an earlier one, since a
+            # kill in the middle of a commit must not put the next one off by a day.
+            if self._began_commit is not None:
+                self._account = self._account._replace(committed=self._began_commit)
+            run = self._run()
+            self._account = spend(self._account, self._budget, clock(), run - self._counted, commit)
+            self._counted = run
         due = super().due(step)
         if self._thins and self.every:
             kept = self._keep_every > 0 and step % self._keep_every == 0
             due = kept or commit_is_due(self._account, commit)
         self._steps += 1
         self._say()
-        if due:
-            self._account = self._account._replace(committed=self._account.at)
-        self._keep(self._written.each_step + (commit if due else 0.0))
+        self._began_commit = self._account.at if due else None
+        if self._path is not None:
+            self._reserve()
         return due
 
-    def _keep(self, ahead: float) -> None:
-        """Writes the account as it will be after `ahead` bytes more."""
-        if self._path is None:
-            return
-        kept, life = self._account, self._counts()[1] + ahead
-        kept = kept._replace(credit=kept.credit - ahead, spent=kept.spent + ahead, life=life)
-        overwrite(self._path, _packed(kept))
+    def _run(self) -> float:
+        """Returns the bytes that this process, and the other ranks, have written to the drive written most."""
+        return float(self._ranks * max(row.run_bytes for row in self._counter.drives()))
+
+    def _reserve(self) -> float:
+        """Writes the account with the bytes so far and the next ones, and returns the count that it then contains."""
+        assert self._path is not None
+        # any thread that writes to the drives: the count is read under the lock, so no older one replaces a newer one.
+        with self._lock:
+            reserved = self._run() + max((self._written.each_step + self._written.at_commit) / _PARTS, PAGE)
+            ahead, account = reserved - self._counted, self._account
+            account = account._replace(credit=account.credit - ahead, spent=account.spent + ahead)
+            overwrite(self._path, _packed(account))
+        return reserved / self._ranks
 
     def _say(self) -> None:
         """Warns once if the budget cannot be kept, and once a period if it ends before the period does."""

@@ -62,13 +62,11 @@ class Account(NamedTuple):
     """Bytes written in that period."""
     committed: float
     """Time of the last commit."""
-    life: float
-    """The run's own count of the bytes of its life, when this was written down."""
 
 
 def opened(now: float) -> Account:
     """Returns the account of a run that begins."""
-    return Account(now, 0.0, now, 0.0, now, 0.0)
+    return Account(now, 0.0, now, 0.0, now)
 
 
 def spend(account: Account, budget: DriveBudget, now: float, nbytes: float, commit: float) -> Account:

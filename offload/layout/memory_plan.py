@@ -85,8 +85,9 @@ def placement_request(config: Config, accumulation: int = 1, early: bool = False
         early=early,
         # Inputs that never leave the device need no host memory.
         inputs=offload.activation_memory if config.activation_tier not in (None, "device") else 0,
-        # Where every step is promised, it writes what is in memory too.
-        spares_drives=offload.drive_budget is not None
+        # Where every step is durable, it writes what is in memory too. Without either key a run takes only the memory
+        # that it needs.
+        spares_drives=(offload.drive_budget is not None or offload.host_memory is not None)
         and (offload.thins_commits or offload.durability == "none" or offload.commit_every > 1),
     )
 

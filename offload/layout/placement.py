@@ -863,16 +863,18 @@ def place(
         notices.append(
             f"host memory of {format_size(budget)} has no room for all states configured for it; moved: {moved}"
         )
+    promoted: tuple[tuple[int, State], ...] = ()
     if request.spares_drives:
         room = budget - sum(host_needs(parts, mode, request, machine, tiers)[1])
-        spared = with_tier(tiers, most_written(tiers, parts, room), Tier.HOST)
-        if moved := differences(parts, tiers, spared):
-            notices.append(
-                Remark(f"so that fewer bytes are written (drive_budget), whole layers stay in memory; moved: {moved}")
-            )
-        tiers = spared
-    rest = budget - sum(host_needs(parts, mode, request, machine, tiers)[1])
-    promoted = first_states(tiers, parts, min(rest, int(_FIRST_SHARE * machine.free_host)))
+        spared = most_written(tiers, parts, room)
+        if moved := differences(parts, tiers, with_tier(tiers, spared, Tier.HOST)):
+            notices.append(Remark(f"so that fewer bytes are written, whole layers stay in memory; moved: {moved}"))
+        # States are promoted, so that their memory can be given back. Weights have no memory of their own on DISK.
+        promoted = tuple((unit, state) for unit, state in spared if state is not State.WEIGHT)
+        tiers = with_tier(tiers, set(spared).difference(promoted), Tier.HOST)
+    rest = budget - sum(host_needs(parts, mode, request, machine, tiers)[1]) - parts.pages_nbytes(promoted)
+    others = with_tier(tiers, promoted, Tier.HOST)
+    promoted += first_states(others, parts, min(rest, int(_FIRST_SHARE * machine.free_host)))
     left = budget - parts.pages_nbytes(promoted)
     classes = divide_host(parts, mode, request, machine, tiers, left)
     why = "the layer that a step uses first and completes last keeps its states in host memory"

@@ -407,7 +407,7 @@ class PlacementRequest:
     inputs: int | None = 0
     """Bytes of host memory for inputs of recomputed blocks (`activation_memory`); None for a share by default."""
     spares_drives: bool = False
-    """True to keep whole units in HOST where the budget allows, so that steps write less (`drive_budget`)."""
+    """True to keep whole units in HOST where the budget allows, so that steps write less."""
 
 
 _LEAST_INPUTS = 2 * GIB
@@ -681,7 +681,7 @@ def _states_on_disk(row: Mapping[State, Tier], nbytes: Mapping[State, int]) -> d
 
 
 def most_written(tiers: TierMap, parts: Partitions, room: int) -> tuple[tuple[int, State], ...]:
-    """Returns the partitions on DISK to keep in HOST, within `room` bytes, so that steps write the fewest bytes.
+    """Returns the partitions on DISK to keep in host memory, within `room` bytes, so that steps write the fewest bytes.
 
     These are all partitions of some units: a unit with any state on DISK is written in each step, and a unit in memory
     at commits alone. Units that are written most for the bytes that they take come first.

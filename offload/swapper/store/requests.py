@@ -8,6 +8,7 @@ from __future__ import annotations
 import errno
 import json
 import logging
+import math
 import threading
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
@@ -367,11 +368,21 @@ class DriveByteCounter:
         self._run = [0] * len(paths)
         self._before = [0] * len(paths)
         self._warned = [False] * len(paths)
+        self._reserve: Callable[[], float] | None = None
+        self._reserved = math.inf
+
+    def reserve_by(self, reserve: Callable[[], float]) -> None:
+        """Calls `reserve` now, and whenever a drive's count of this process exceeds the last result of `reserve`.
+
+        Any thread may call it, before the bytes are written.
+        """
+        self._reserve, self._reserved = reserve, reserve()
 
     def add(self, drive: int, nbytes: int) -> None:
-        """Adds `nbytes` to the count of a drive."""
+        """Adds `nbytes` to the count of a drive. Called before they are written, except at the end of a commit."""
         with self._lock:
             self._run[drive] += nbytes
+            run = self._run[drive]
             life = self._run[drive] + self._before[drive]
             # `life` is the count of one rank; `used` multiplies by the ranks that write to the same drives.
             exceeded = self.rating is not None and self.rating.used(life) > self.rating.share
@@ -380,6 +391,9 @@ class DriveByteCounter:
         # Not under the lock: a log handler may block, and other threads must be able to add meanwhile.
         if warns and self.rating is not None:
             self._warn(drive, life, self.rating)
+        # Not under the lock: `reserve` reads these counts. It holds a lock of its own, so its results never fall.
+        if self._reserve is not None and run > self._reserved:
+            self._reserved = self._reserve()
 
     def drives(self) -> tuple[DriveWrites, ...]:
         """Returns the counts of each drive."""
