@@ -224,8 +224,9 @@ def decide(
         # runs.
         _check_same(world, config, batch, mode, layouts, model, rule.facts(device))
         # The free memory decides the tiers of the states. The ranks of one machine divide its memory evenly.
-        shard = world.ranks.shard, mesh.shards
-        in_place_layouts = () if places is None else places.in_place_layouts(layouts, mode, *shard)
+        in_place_layouts: tuple[InPlaceLayout | None, ...] = ()
+        if places is not None:
+            in_place_layouts = places.in_place_layouts(layouts, mode, [world.ranks.shard], mesh.shards)[0]
         if in_place_layouts:
             pairs = zip(layouts, in_place_layouts, strict=True)
             layouts = tuple(layout if in_place is None else _in_files(layout, trains) for layout, in_place in pairs)
@@ -380,8 +381,8 @@ def frozen_places(config: Config, model: nn.Module, world: World) -> TensorPlace
     if in_files and unfit:
         raise StoreError(
             f"the run {config.offload.run} reads frozen weights from the model's own files, and this start has "
-            f"{unfit}: resume with as many ranks and the same files on each, offload_param on nvme and without "
-            "frozen_files, or choose another run name"
+            f"{unfit}: resume with the same files on each rank, offload_param on nvme and without frozen_files, or "
+            "choose another run name"
         )
     return None if unfit or (units is not None and not in_files) else places
 

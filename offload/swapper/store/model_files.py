@@ -297,6 +297,21 @@ class ModelFiles:
             for unit, layout in self._layouts.items()
         }
 
+    def compare(self, recorded: Mapping[str, Any], folder: Path) -> None:
+        """Reads all units once, and compares them with those that a run in `folder` has recorded.
+
+        Raises `StoreError` if the files differ as for `expect`, or in any byte of a unit.
+        """
+        self.expect(recorded, folder)
+        before = dict(self._crcs)
+        for unit, crc in self.scan().items():
+            if crc != before[unit]:
+                paths = ", ".join(dict.fromkeys(extent.path for extent in self._layouts[unit].extents))
+                raise StoreError(
+                    f"the run in {folder} reads frozen weights from {paths}, which has other bytes now: put the "
+                    "files with which the run began back, in any folder"
+                )
+
     def described(self) -> dict[str, Any]:
         """Returns, as JSON, the files and the place and checksum of each unit in them."""
         paths = list(self._files)
