@@ -321,6 +321,33 @@ def test_changed_files_stop_a_resume(change: Callable[[Path], None], reason: str
     assert list(folder.iterdir())
 
 
+@pytest.mark.parametrize(
+    ("missing", "reason"),
+    [
+        (False, "and here it is in memory already: give the model with which the run began"),
+        (True, "safetensors, which is missing, and here it is made by its module: put the file back"),
+    ],
+)
+def test_a_resume_without_the_models_files_names_what_is_missing(
+    missing: bool, reason: str, folder: Path, tmp_path: Path
+) -> None:
+    """The other units are no other model."""
+    engine = start(folder, tmp_path, durability="step")
+    step(engine, 0)
+    engine.destroy()
+    _, config = job(folder, tmp_path, durability="step", resume="must")
+    if missing:
+        for path in folder.glob("*.safetensors"):
+            path.unlink()
+        with offload.init(config):
+            model: Any = transformers.LlamaForCausalLM(transformers.AutoConfig.from_pretrained(folder))
+    else:
+        model = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.bfloat16)
+    model = peft.get_peft_model(model, peft.LoraConfig(r=4, target_modules="all-linear"))
+    with pytest.raises(StoreError, match=f"the run default reads base_model.* from {folder}.*{reason}"):
+        offload.initialize(model=model, config=config)
+
+
 def damage_frozen(run: Path) -> int:
     """Flips a bit of the frozen weights of each unit; returns their number."""
     files = look(run / "rank0")
@@ -383,7 +410,7 @@ def test_a_file_with_other_places_of_tensors_is_refused(folder: Path, tmp_path: 
     other = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.bfloat16)
     shutil.rmtree(folder)
     other.save_pretrained(folder)
-    with pytest.raises(StoreError, match="give the files with which the run began"):
+    with pytest.raises(StoreError, match="put the file with which the run began back"):
         start(folder, tmp_path, durability="step", resume="must")
 
 
