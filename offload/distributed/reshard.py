@@ -37,6 +37,7 @@ from offload.fileio.buffered_copy import BUFFER_NBYTES, flow, flow_buffers
 from offload.layout.fingerprint import described_layouts, store_specs
 from offload.layout.flat_layout import ParameterSegment, UnitLayout, placed_for, with_kept
 from offload.layout.modes import Mode
+from offload.model_io.places import TensorPlaces
 from offload.model_io.source import StoreSource, known_run_id, lock_and_look, ranks_of
 from offload.notices import shell_command
 from offload.records import fields, read, rows, text
@@ -56,6 +57,7 @@ from offload.swapper.store.folder import (
 )
 from offload.swapper.store.format import compare, last_of_all
 from offload.swapper.store.inspection import RankFiles, is_rank, look, store_id
+from offload.swapper.store.model_files import ModelFiles
 from offload.swapper.store.recovery import check_drives, check_one_run, check_startable
 
 # -- found run -----------------------------------------------------------------------------------------
@@ -247,6 +249,8 @@ class NewRanks:
     layouts: tuple[UnitLayout, ...]
     mode: Mode
     shares: Sequence[tuple[range, range]]
+    places: TensorPlaces | None
+    """The places of frozen weights in the model's own files; None if no unit stays there."""
     ranks: AllOrNothing
     """The ranks among which states are divided; in a grid, the ranks of a column."""
     everyone: AllOrNothing
@@ -259,6 +263,17 @@ class NewRanks:
     def folders(self) -> list[Path]:
         """The run's folder on each drive."""
         return [Path(drive).absolute() / self.run for drive in self.drives]
+
+    def model_files(
+        self, layouts: Sequence[UnitLayout], asked: Sequence[int], shards: int, queue: Queue
+    ) -> Iterator[tuple[int, ModelFiles]]:
+        """Yields each of the `asked` of the `shards`, with its part of the model's own files, opened."""
+        if self.places is None:
+            return
+        of_shards = self.places.in_place_layouts(layouts, self.mode, asked, shards)
+        for shard, in_place_layouts in zip(asked, of_shards, strict=True):
+            with contextlib.closing(ModelFiles(in_place_layouts, self.places.stamps, queue)) as files:
+                yield shard, files
 
 
 class _Written(NamedTuple):
@@ -288,12 +303,6 @@ def reshard(new: NewRanks, queue: Queue, check: Callable[[Snapshot], None]) -> s
             f"{new.folders[0]} is a run of {before}, and this start has {new.mesh}: each rank of {new.mode.optimizer} "
             f"has errors of its own, which no other number of ranks can continue; resume with {before}, or call "
             "save_checkpoint in the run and load_checkpoint in a new one, whose errors begin at zero"
-        )
-    if any(layout.in_files for layout in new.layouts):
-        raise StoreError(
-            f"{new.folders[0]} is a run of {before}, and this start has {new.mesh}: each rank reads its part of the "
-            f"frozen weights from the model's own files; resume with {before}, or call save_checkpoint in the run and "
-            "load_checkpoint in a new one"
         )
     with contextlib.ExitStack() as opened:
         prepared = new.everyone.settle(
@@ -381,8 +390,16 @@ def _prepare(
                 damaged=True,
             ) from error
 
+    def compare_model_files() -> None:
+        # The part of a new rank has no checksum yet: the parts of the former ranks, which together are the same bytes,
+        # are compared with theirs before the new ones are recorded.
+        former, asked = opened_run[0], range(before.shards)[ranks.rank :: ranks.size]
+        for shard, files in new.model_files(former.layouts, asked, before.shards, queue):
+            files.compare(former.source.files[shard], run)
+
     ranks.by_first(check_room)
     ranks.settle(compare_share)
+    ranks.settle(compare_model_files)
     # Only rank 0 holds the locks, and knows whether the note was written. The other ranks delete nothing.
     if ranks.rank == 0:
         opened.push(lambda kind, *_: discard(new.folders) if kind else None)
@@ -488,6 +505,9 @@ def _write(new: NewRanks, source_run: FormerRun, queue: Queue, opened: contextli
     rank, commits = new.ranks.rank, source_run.source.commits
     store = Store(new.drives, new.run, rank, new.spec, queue, first=commits[0].record.serial)
     opened.callback(store.close)
+    for _, files in new.model_files(new.layouts, [new.mesh.shard_of(rank)], new.mesh.shards, queue):
+        files.scan()
+        store.name_files(files.described())
     store.create(run_id=source_run.source.run_id)
     shards = StoredShards(mode=new.mode, layouts=new.layouts, shares=new.shares, store=store)
     CheckpointRestorer(source_run, shards, EVERYTHING, queue, new.mesh.shard_of(rank)).run()

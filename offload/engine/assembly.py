@@ -87,6 +87,7 @@ from offload.metrics.meter import ComputeSpans, Listener, Meter, Relay, StepMete
 from offload.metrics.writers import check_monitor, make_reporter
 from offload.model_io.deferred import Origin, origin_of
 from offload.model_io.folder import Stored
+from offload.model_io.places import TensorPlaces
 from offload.model_io.saved_names import about_saved
 from offload.notices import Headline, show
 from offload.parallel.sequence import SequenceForward, SequenceParallel
@@ -437,6 +438,7 @@ class RunFiles:
             layouts=plan.layouts,
             mode=plan.mode,
             shares=plan.shares,
+            places=TensorPlaces(model, quantized=False) if plan.in_place else None,
             ranks=AllOrNothing(world.ranks, "give the run another number of ranks"),
             everyone=AllOrNothing(
                 world.everyone if world.divides_model else Ranks(), "give the run another number of ranks"

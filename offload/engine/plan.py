@@ -224,8 +224,9 @@ def decide(
         # runs.
         _check_same(world, config, batch, mode, layouts, model, rule.facts(device))
         # The free memory decides the tiers of the states. The ranks of one machine divide its memory evenly.
-        shard = world.ranks.shard, mesh.shards
-        in_place_layouts = () if places is None else places.in_place_layouts(layouts, mode, *shard)
+        in_place_layouts: tuple[InPlaceLayout | None, ...] = ()
+        if places is not None:
+            in_place_layouts = places.in_place_layouts(layouts, mode, [world.ranks.shard], mesh.shards)[0]
         if in_place_layouts:
             pairs = zip(layouts, in_place_layouts, strict=True)
             layouts = tuple(layout if in_place is None else _in_files(layout, trains) for layout, in_place in pairs)
@@ -279,6 +280,8 @@ def decide(
     on_disk = any(everyone.share(placed.placement.keeps_on_disk(placed.parts)))
     resumes_here, replaced = _resume(config, on_disk)
     resume = any(everyone.share(resumes_here))
+    if resume and places is not None:
+        _check_recorded_files(config, world, places, layouts, mode)
     # The room on the drives is measured only if it can change the number of slots.
     slots, may_fall_back = wanted_slots(placed, on_disk=on_disk, resume=resume)
     memory = plan_memory(placed, slots, _no_room(placed, everyone) if may_fall_back else None)
@@ -380,10 +383,38 @@ def frozen_places(config: Config, model: nn.Module, world: World) -> TensorPlace
     if in_files and unfit:
         raise StoreError(
             f"the run {config.offload.run} reads frozen weights from the model's own files, and this start has "
-            f"{unfit}: resume with as many ranks and the same files on each, offload_param on nvme and without "
-            "frozen_files, or choose another run name"
+            f"{unfit}: resume with the same files on each rank, offload_param on nvme and without frozen_files, or "
+            "choose another run name"
         )
     return None if unfit or (units is not None and not in_files) else places
+
+
+def _check_recorded_files(
+    config: Config, world: World, places: TensorPlaces, layouts: Sequence[UnitLayout], mode: Mode
+) -> None:
+    """Raises `StoreError` if a weight that the run to resume reads from the model's files is elsewhere now. Collective.
+
+    Without this check the units would differ, and the error would take this model for another one.
+    """
+    others = {
+        segment.name: places.why_not(segment, layout.mode_in(mode).weight_dtype)
+        for layout in layouts
+        if not layout.in_files
+        for segment in layout.segments
+    }
+    for unit in _recorded_units(config, world) or ():
+        names = [entry["name"] for entry in unit["parameters"]] if unit.get("in_files") else []
+        lost = next((name for name in names if others.get(name) is not None), None)
+        if lost is None:
+            continue
+        cure = (
+            "give the model with which the run began, as `offload.load_pretrained` reads it from its files, in the "
+            "dtype of the run"
+        )
+        place = unit["file"]
+        if not os.path.exists(place):
+            place, cure = f"{place}, which is missing", "put the file back, or give the model in its new folder"
+        raise StoreError(f"the run {config.offload.run} reads {lost} from {place}, and here it {others[lost]}: {cure}")
 
 
 def _weights_held(model: nn.Module) -> int:
@@ -485,7 +516,10 @@ def _recorded_parts(config: Config, world: World) -> Mapping[str, bool] | None:
 
 
 def _recorded_units(config: Config, world: World) -> Sequence[Mapping[str, Any]] | None:
-    """Returns the units of the run that this start resumes, as `describe` does; None without such a run. Collective."""
+    """Returns the units of the run that this start resumes, as `describe` does; None without such a run. Collective.
+
+    A unit in the model's own files has the path of its first tensor's file too, under "file".
+    """
 
     def of_this_rank() -> Sequence[Mapping[str, Any]] | None:
         if config.offload.resume not in ("auto", "must") or not config.drives:
@@ -493,7 +527,13 @@ def _recorded_units(config: Config, world: World) -> Sequence[Mapping[str, Any]]
         for folder in rank_folders(Path(config.drives[0]) / config.offload.run):
             manifest = look(folder).manifest
             if manifest is not None:
-                return tuple(manifest.spec.fingerprint.get("units", ()))
+                units, files = manifest.spec.fingerprint.get("units", ()), manifest.spec.files
+                # `StoreManifest.unpack` has checked that each unit in files has its places there.
+                first = {place["unit"]: files["files"][place["tensors"][0][0]] for place in files.get("units", ())}
+                return tuple(
+                    {**unit, "file": first[number]["path"]} if number in first else unit
+                    for number, unit in enumerate(units)
+                )
         return None
 
     return next((units for units in world.everyone.share(of_this_rank()) if units is not None), None)

@@ -131,7 +131,7 @@ def read_header(path: Path) -> tuple[dict[str, TensorLocation], dict[str, str]]:
         MemoryError,
         struct.error,
     ) as error:
-        raise StoreError(f"{path} is not a complete safetensors file: {error}") from error
+        raise StoreError(f"{path} is not a complete safetensors file: {error}; fetch or save the file again") from error
     return places, metadata
 
 

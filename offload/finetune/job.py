@@ -350,8 +350,8 @@ def _resumed(
             other = other_model(identity, before)
             if other is not None:
                 raise StoreError(
-                    f"the run in {engine.resumable} belongs to another job: {other}; give that model, another --run, "
-                    f"or --resume restart"
+                    f"the run in {engine.resumable} belongs to another job: {other}; give that model, with its files "
+                    "as they were, another --run, or --resume restart"
                 )
             # Not compared here: the engine reports changed settings itself, and the number of steps may change.
             expected = before | {"settings": identity.settings, "steps": identity.steps, "schedule": identity.schedule}

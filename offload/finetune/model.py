@@ -15,6 +15,7 @@ from torch import nn
 
 from offload.errors import ConfigError, OffloadError
 from offload.losses.causal_model import would_be_chunked
+from offload.model_io.folder import INDEX
 from offload.model_io.load import init, load_pretrained
 from offload.planner.model_shape import config_of, model_of
 from offload.presets import (
@@ -91,7 +92,8 @@ def build_model(name: str, folder: Path | None, content: Mapping[str, Any]) -> t
     auto = transformers.AutoModelForCausalLM
     files = sorted(folder.glob("*.safetensors"))
     try:
-        if files:
+        # With an index alone, `load_pretrained` names the first file that is missing.
+        if files or (folder / INDEX).is_file():
             model: nn.Module = load_pretrained(auto, folder, content, trust_remote_code=False)
             return model, f"weights of {folder}, from {count_of(len(files), 'safetensors file')}"
         if any(folder.glob("*.bin")):

@@ -234,11 +234,15 @@ def weights_of(folder: Path | None) -> str:
     if folder is None:
         return ""
     crc = zlib.crc32((folder / "config.json").read_bytes())
-    for path in sorted((*folder.glob("*.safetensors"), *folder.glob("*.bin"))):
+    for path in _weight_files(folder):
         nbytes = path.stat().st_size
         crc = zlib.crc32(f"{path.name} {nbytes}".encode(), crc)
         crc = sampled_crc32(path, crc)
     return f"{crc:08x}"
+
+
+def _weight_files(folder: Path) -> list[Path]:
+    return sorted((*folder.glob("*.safetensors"), *folder.glob("*.bin")))
 
 
 def is_identity(value: object) -> TypeGuard[Mapping[str, Any]]:
@@ -255,8 +259,9 @@ def other_model(identity: Identity, before: Mapping[str, Any]) -> str | None:
         identity.weights or before.get("model") == identity.model
     ):
         return None
+    now = "whose files have changed" if _weight_files(Path(identity.model)) else "which has no weight files any more"
     same = before.get("model") == identity.model
-    return f"--model was {before.get('model')}, {'whose files have changed' if same else f'is {identity.model}'}"
+    return f"--model was {before.get('model')}, {now if same else f'is {identity.model}'}"
 
 
 def differences(identity: Identity, before: Mapping[str, Any]) -> Iterator[str]:

@@ -60,14 +60,14 @@ class TensorPlaces:
         )
 
     def in_place_layouts(
-        self, layouts: Sequence[UnitLayout], mode: Mode, shard: int = 0, shards: int = 1
-    ) -> tuple[InPlaceLayout | None, ...]:
-        """Returns the place of one of the `shards` of each unit in the files. Empty if no unit is read from them.
+        self, layouts: Sequence[UnitLayout], mode: Mode, asked: Sequence[int] = (0,), shards: int = 1
+    ) -> list[tuple[InPlaceLayout | None, ...]]:
+        """Returns, for each of the `asked` of the `shards`, its place of each unit in the files.
 
-        None stands for a unit that is not read from the files, for any shard.
+        None stands for a unit that is not read from the files, for any shard. Empty if no unit is read from them.
         """
         sizes = {path: stamp.nbytes for path, stamp in self.stamps.items()}
-        in_place_layouts: list[InPlaceLayout | None] = []
+        units: list[Sequence[InPlaceLayout | None]] = []
         for layout in layouts:
             dtype, segments = layout.mode_in(mode).weight_dtype, layout.segments
             of_shards: list[InPlaceLayout] = []
@@ -82,8 +82,8 @@ class TensorPlaces:
                     of_shards.append(arrange_in_place(list(_within(tensors, nbytes)) or padding, sizes))
             # Empty parameters need no file.
             whole = bool(of_shards) and all(one.nbytes and one.aligned for one in of_shards)
-            in_place_layouts.append(of_shards[shard] if whole else None)
-        return tuple(in_place_layouts) if any(in_place_layouts) else ()
+            units.append([of_shards[number] if whole else None for number in asked])
+        return list(zip(*units, strict=True)) if any(map(any, units)) else [()] * len(asked)
 
     def described(self) -> list[Any]:
         """Returns, as JSON, what distinguishes the files and the parameters in them from those of another rank."""

@@ -126,6 +126,11 @@ class StoreSource:
         future = self._queue.read(file, offset, buffer, checksum=True)
         return Compared(future, partial(self._compare, rank, unit, state, start, place))
 
+    def check_model_files(self) -> None:
+        """Raises `StoreError` if one of the model's own files is missing or, by its size and samples, another one."""
+        if self._units_in_files:
+            assert len(self._model_files) == len(self.files)
+
     @functools.cached_property
     def _units_in_files(self) -> frozenset[int]:
         return frozenset(unit["unit"] for files in self.files for unit in files.get("units", ()))

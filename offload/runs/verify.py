@@ -444,18 +444,20 @@ def _wrong_model_files(files: RankFiles, queue: Queue) -> Iterator[Wrong]:
     if not recorded:
         return
     # Imported late: the module imports torch, which the verification of a run without model files does not need.
-    from offload.swapper.store.model_files import ModelFiles
+    from offload.swapper.store.model_files import CURE, ModelFiles
 
     try:
         with contextlib.closing(ModelFiles.of_run(recorded, queue)) as model:
             crcs = model.scan()
     except (StoreError, IoError) as error:
-        yield Wrong(recorded["files"][0]["path"], str(error))
+        # The error names the file.
+        yield Wrong(str(Path(recorded["files"][0]["path"]).parent), str(error))
         return
     for unit in recorded["units"]:
         if crcs[unit["unit"]] != unit["crc"]:
             path = recorded["files"][unit["tensors"][0][0]]["path"]
-            yield Wrong(path, f"frozen weights of {files.manifest.spec.title(unit['unit'])} are not those of the run")
+            title = files.manifest.spec.title(unit["unit"])
+            yield Wrong(path, f"frozen weights of {title} are not those of the run; {CURE}")
 
 
 def _first_values(files: RankFiles, commit: Commit, model: Path | None) -> FirstValues | None:

@@ -347,6 +347,14 @@ def test_a_folder_that_is_broken(folder: Path, name: str, content: bytes, messag
     assert not Path("swap").exists()
 
 
+def test_an_index_without_its_files_is_no_model_from_scratch(folder: Path) -> None:
+    (folder / "model.safetensors").unlink()
+    index = {"weight_map": {"lm_head.weight": "model-00001-of-00002.safetensors"}}
+    (folder / "model.safetensors.index.json").write_text(json.dumps(index))
+    result = call("--model", "model")
+    assert result.exit_code == 2 and "names model-00001-of-00002.safetensors, which is missing" in result.stderr
+
+
 def test_show_batch_shows_the_row_that_the_model_would_learn_and_writes_nothing(folder: Path) -> None:
     write_lines(Path("rows.jsonl"), [{"prompt": "def double", "completion": "return 2"}] * 20)
     before = files_but_the_cache()

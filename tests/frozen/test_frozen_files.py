@@ -118,9 +118,9 @@ def assert_equal(one: Any, other: Any) -> None:
     torch.testing.assert_close(one, other, rtol=0, atol=0)
 
 
-def in_files(run: Path) -> list[dict[str, Any]]:
+def in_files(run: Path, rank: int = 0) -> list[dict[str, Any]]:
     """Returns the units of a run that are in the model's own files, as its manifest describes them."""
-    manifest = look(run / "rank0").manifest
+    manifest = look(run / f"rank{rank}").manifest
     assert manifest is not None
     return [unit for unit in manifest.spec.fingerprint["units"] if unit.get("in_files")]
 
@@ -321,6 +321,33 @@ def test_changed_files_stop_a_resume(change: Callable[[Path], None], reason: str
     assert list(folder.iterdir())
 
 
+@pytest.mark.parametrize(
+    ("missing", "reason"),
+    [
+        (False, "and here it is in memory already: give the model with which the run began"),
+        (True, "safetensors, which is missing, and here it is made by its module: put the file back"),
+    ],
+)
+def test_a_resume_without_the_models_files_names_what_is_missing(
+    missing: bool, reason: str, folder: Path, tmp_path: Path
+) -> None:
+    """The other units are no other model."""
+    engine = start(folder, tmp_path, durability="step")
+    step(engine, 0)
+    engine.destroy()
+    _, config = job(folder, tmp_path, durability="step", resume="must")
+    if missing:
+        for path in folder.glob("*.safetensors"):
+            path.unlink()
+        with offload.init(config):
+            model: Any = transformers.LlamaForCausalLM(transformers.AutoConfig.from_pretrained(folder))
+    else:
+        model = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.bfloat16)
+    model = peft.get_peft_model(model, peft.LoraConfig(r=4, target_modules="all-linear"))
+    with pytest.raises(StoreError, match=f"the run default reads base_model.* from {folder}.*{reason}"):
+        offload.initialize(model=model, config=config)
+
+
 def damage_frozen(run: Path) -> int:
     """Flips a bit of the frozen weights of each unit; returns their number."""
     files = look(run / "rank0")
@@ -383,7 +410,7 @@ def test_a_file_with_other_places_of_tensors_is_refused(folder: Path, tmp_path: 
     other = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.bfloat16)
     shutil.rmtree(folder)
     other.save_pretrained(folder)
-    with pytest.raises(StoreError, match="give the files with which the run began"):
+    with pytest.raises(StoreError, match="put the file with which the run began back"):
         start(folder, tmp_path, durability="step", resume="must")
 
 
@@ -509,8 +536,44 @@ def test_each_of_two_ranks_reads_its_part_and_writes_none(ranks: RankPool, folde
     ):
         done = CliRunner().invoke(app, command)
         assert done.exit_code == 0, (command, done.output)
-    with pytest.raises(StoreError, match="each rank reads its part of the frozen"):
-        start(folder, tmp_path / "swap", resume="must")
+
+
+def test_a_run_resumes_on_another_number_of_ranks(ranks: RankPool, folder: Path, tmp_path: Path) -> None:
+    """From one to two and back, from a folder that moves meanwhile; no frozen weight is written."""
+    alone = _as_one_of_two(folder, tmp_path / "alone", 0, STEPS)
+    begun = _as_one_of_two(folder, tmp_path / "swap", 0, 1)
+    moved = folder.rename(tmp_path / "elsewhere")
+    for losses, _, _ in (on_two := ranks.run(_as_one_of_two, moved, tmp_path / "swap", 1, 2)):
+        assert_equal(begun[0] + losses, alone[0][:2])
+    run = tmp_path / "swap" / "default"
+    for rank in range(2):
+        assert in_files(run, rank)
+    assert CliRunner().invoke(app, ["verify", str(run)]).exit_code == 0
+    ended = _as_one_of_two(moved, tmp_path / "swap", 2, STEPS)
+    assert_equal((begun[0] + on_two[0][0] + ended[0], ended[1]), alone[:2])
+    manifest = look(run / "rank0").manifest
+    assert manifest is not None and sum(manifest.spec.frozen) == 0
+    assert CliRunner().invoke(app, ["verify", str(run)]).exit_code == 0
+
+
+def _with_small_samples(model: Path, swap: Path) -> None:
+    with pytest.MonkeyPatch.context() as patch:
+        testing.replace(patch, "size.file_sample", 8)
+        _as_one_of_two(model, swap, 0, 1)
+
+
+def test_damaged_files_leave_the_run_to_its_number_of_ranks(
+    ranks: RankPool, folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Bytes that no sample has seen are compared before the new ranks record their checksums."""
+    ranks.run(_with_small_samples, folder, tmp_path / "swap")
+    before = {path: path.read_bytes() for path in (tmp_path / "swap" / "default").rglob("manifest.json")}
+    testing.replace(monkeypatch, "size.file_sample", 8)
+    last = sorted(folder.glob("*.safetensors"))[-1]
+    same_size(last)
+    with pytest.raises(StoreError, match=f"{last.name}, which has other bytes now"):
+        start(folder, tmp_path / "swap", resume="must", durability="step")
+    assert len(before) == 2 and all(path.read_bytes() == data for path, data in before.items())
 
 
 def _over_other_files(models: Path, swap: Path) -> list[str]:

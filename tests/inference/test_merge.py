@@ -16,6 +16,7 @@ from typer.testing import CliRunner
 
 from offload.cli.main import app
 from offload.offline import merge
+from tests.support.drives.fault_injection import flip_bit
 from tests.support.model_folders import MARKING_TEMPLATE, make_folder, write_lines
 
 ADAPTERS: dict[str, dict[str, Any]] = {
@@ -130,7 +131,8 @@ def test_weights_in_bf16_are_rounded_once_and_others_keep_their_bytes(base: Path
 def test_a_run_answers_as_what_it_has_saved(lora: tuple[str, ...], base: Path, tmp_path: Path) -> None:
     chat = [{"role": "user", "content": "Count to"}, {"role": "assistant", "content": "3"}]
     write_lines(tmp_path / "rows.jsonl", [{"messages": chat}] * 8)
-    command = ["train", "--model", base, "--data", tmp_path / "rows.jsonl", "--nvme-path", tmp_path / "swap", *lora]
+    model = shutil.copytree(base, tmp_path / "base")
+    command = ["train", "--model", model, "--data", tmp_path / "rows.jsonl", "--nvme-path", tmp_path / "swap", *lora]
     command += ["--dtype", "fp32", "--steps", "2", "--lr", "0.05", "--eval-every", "0", "--output", tmp_path / "saved"]
 
     def train(*more: str) -> Path:
@@ -144,6 +146,11 @@ def test_a_run_answers_as_what_it_has_saved(lora: tuple[str, ...], base: Path, t
     assert f"its {'adapter' if lora else 'model'} (" in answer.stderr
     assert sorted(path.name for path in run.parent.iterdir()) == ["default"]  # what was written is gone
     if lora:
+        last = tensors_of(model)[-1]
+        flip_bit(last, last.stat().st_size - 1)
+        refused = CliRunner().invoke(app, ["generate", str(run), "--prompt", "Count to"])
+        assert refused.exit_code == 1 and f"{last} has other bytes of the same size" in refused.output
+        flip_bit(last, last.stat().st_size - 1)
         shutil.rmtree(tmp_path / "saved")
         train("--resume", "restart")  # and ends without swap files
         assert generated(run).stdout == answer.stdout

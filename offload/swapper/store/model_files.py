@@ -118,6 +118,11 @@ def arrange_in_place(tensors: Sequence[tuple[FileRange, int]], file_nbytes: Mapp
 # -- model files ---------------------------------------------------------------------------------------
 
 
+CURE = (
+    "put the file with which the run began back, or resume the run with the model in another folder, which the run "
+    "then records"
+)
+"""What a user does if a file is missing, damaged or another one. No command mends it: these files are only read."""
 _SCANS = 4
 """Buffers of a scan, which a start makes in little memory."""
 
@@ -231,7 +236,7 @@ class ModelFiles:
 
     def _damaged(self, unit: int, damage: range) -> IoError:
         piece = self._units[unit].pieces(damage.start, len(damage))[0]
-        operation = "use as frozen weights (give the model with which the run began; this file is another's)"
+        operation = f"use as frozen weights ({CURE})"
         return IoError(piece.owner.path, piece.offset, piece.nbytes, errno.EBADMSG, operation)
 
     # -- identity -------------------------------------------------------------------------------------
@@ -276,26 +281,39 @@ class ModelFiles:
                 was = "no file" if before is None else f"{before['path']} of {before['nbytes']} bytes"
                 found = "no such file" if now_there is None else f"{now_there['path']} of {now_there['nbytes']} bytes"
                 raise StoreError(
-                    f"the run in {folder} reads frozen weights from {was}, and the model is read from {found}: give "
-                    "the files with which the run began, in any folder, or choose another run name"
+                    f"the run in {folder} reads frozen weights from {was}, and the model is read from {found}: {CURE}, "
+                    "or choose another run name"
                 )
         for now_there, before in zip(here["files"], recorded.get("files", ()), strict=True):
             # Absent in runs of earlier versions, where the first read notices it.
             if before.get("sample", now_there["sample"]) != now_there["sample"]:
                 raise StoreError(
                     f"the run in {folder} reads frozen weights from {before['path']}, and {now_there['path']} has "
-                    "other bytes of the same size: give the files with which the run began, in any folder, or choose "
-                    "another run name"
+                    f"other bytes of the same size: {CURE}, or choose another run name"
                 )
         if here["units"] != list(recorded["units"]):
             raise StoreError(
                 f"the run in {folder} reads frozen weights from {recorded['files'][0]['path']}, whose tensors are in "
-                "other places now: give the files with which the run began, or choose another run name"
+                f"other places now: {CURE}, or choose another run name"
             )
         self._sums = {
             unit: PageSums(layout.nbytes, [ChecksumRange(0, layout.nbytes, self._crcs[unit])])
             for unit, layout in self._layouts.items()
         }
+
+    def compare(self, recorded: Mapping[str, Any], folder: Path) -> None:
+        """Reads all units once, and compares them with those that a run in `folder` has recorded.
+
+        Raises `StoreError` if the files differ as for `expect`, or in any byte of a unit.
+        """
+        self.expect(recorded, folder)
+        before = dict(self._crcs)
+        for unit, crc in self.scan().items():
+            if crc != before[unit]:
+                paths = ", ".join(dict.fromkeys(extent.path for extent in self._layouts[unit].extents))
+                raise StoreError(
+                    f"the run in {folder} reads frozen weights from {paths}, which has other bytes now: {CURE}"
+                )
 
     def described(self) -> dict[str, Any]:
         """Returns, as JSON, the files and the place and checksum of each unit in them."""
@@ -338,10 +356,7 @@ class ModelFiles:
 
 
 def _moved(path: str, reason: str) -> StoreError:
-    return StoreError(
-        f"cannot read frozen weights of the run from {path}: {reason}; put the model's files back, or resume the run "
-        "once with the model in its new folder, which the run then records"
-    )
+    return StoreError(f"cannot read frozen weights of the run from {path}: {reason}; {CURE}")
 
 
 class Unchanged(VerifiedRead):
