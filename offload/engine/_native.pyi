@@ -1,6 +1,6 @@
 """What is called dozens of times in each use of a unit: hooks of autograd."""
 
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection
 from contextlib import AbstractContextManager
 from typing import Any
 
@@ -31,7 +31,7 @@ class Pack:
         parameter: type,
         bindings: dict[int, Any],
         placeholders: dict[int, str],
-        arena: Sequence[tuple[int, int]],
+        arena: list[tuple[int, int]],
         innermost: bool,
         other: Callable[[torch.Tensor], Any],
         /,

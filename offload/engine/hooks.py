@@ -102,7 +102,7 @@ class _Pack:
         # Within another checkpoint or hooks of the user, those decide about the inputs too.
         self._moves_inputs = outer is None and saved.activations.moves_inputs
 
-    def native(self, arena: Sequence[tuple[int, int]]) -> Callable[[torch.Tensor], Any]:
+    def native(self, arena: list[tuple[int, int]]) -> Callable[[torch.Tensor], Any]:
         """Returns the native hook that calls this one for what is no ordinary tensor and no view of bound weights.
 
         `arena` are the first and the last address of each allocation that contains weights.

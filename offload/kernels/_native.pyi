@@ -1,7 +1,5 @@
 """The native kernels. Arrays are addresses; only `offload.kernels`, which checks them, calls this."""
 
-from collections.abc import Sequence
-
 import torch
 
 def supported_isas() -> list[str]: ...
@@ -13,24 +11,24 @@ def update(
     rule: str,
     weight: tuple[int, int],
     beside: int,
-    moments: Sequence[int],
+    moments: list[int],
     moment_type: int,
     scales: int,
     grad: tuple[int, int],
     numel: int,
-    segments: Sequence[tuple[int, int, Sequence[float], tuple[int, int], int]],
+    segments: list[tuple[int, int, list[float], tuple[int, int], int]],
     writes: int,
     /,
 ) -> None: ...
 def lamb_moments(
     weight: tuple[int, int],
     beside: int,
-    moments: Sequence[int],
+    moments: list[int],
     moment_type: int,
     scales: int,
     grad: tuple[int, int],
     numel: int,
-    segment: tuple[int, int, Sequence[float], tuple[int, int], int],
+    segment: tuple[int, int, list[float], tuple[int, int], int],
     sums: int,
     /,
 ) -> None: ...

@@ -1,10 +1,11 @@
 // The Python module of the queue. Flights own the buffers of requests that are in flight.
+//
+// No function takes or returns a std::vector or a std::string: see [Note: arguments without memory]
+// in kernels/native/module.cpp.
 
 #include <nanobind/nanobind.h>
 #include <nanobind/stl/optional.h>
-#include <nanobind/stl/string.h>
 #include <nanobind/stl/string_view.h>
-#include <nanobind/stl/vector.h>
 #include <pthread.h>
 #include <unistd.h>
 
@@ -17,6 +18,7 @@
 #include <optional>
 #include <stdexcept>
 #include <string>
+#include <string_view>
 #include <system_error>
 #include <thread>
 #include <utility>
@@ -181,19 +183,25 @@ class Flight {
     std::shared_ptr<Request> request_;
 };
 
-Kind kind_of(const std::string& name) {
+template <class Values>
+nb::list listed(const Values& values) {
+    nb::list all;
+    for (const auto& value : values) all.append(value);
+    return all;
+}
+
+Kind kind_of(std::string_view name) {
     if (name == "io_uring") return Kind::kUring;
     if (name == "libaio") return Kind::kLibaio;
     if (name == "threads") return Kind::kThreads;
-    throw std::invalid_argument("no backend " + name);
+    throw std::invalid_argument("no backend " + std::string(name));
 }
 
 // The queue, with references to all requests in flight: dropping a future must not free its buffer
 // under the kernel.
 class PythonQueue {
   public:
-    PythonQueue(const std::string& backend, unsigned threads, unsigned depth,
-                std::size_t block_bytes)
+    PythonQueue(std::string_view backend, unsigned threads, unsigned depth, std::size_t block_bytes)
         : pid_(getpid()) {
         const Kind kind = kind_of(backend);
         offload::Refused refused{0, ""};
@@ -256,9 +264,13 @@ class PythonQueue {
         return queue_->announce(*flight.request(), tag);
     }
 
-    [[nodiscard]] std::vector<std::uint64_t> announced() {
-        Unlocked unlocked;
-        return queue_->announced();
+    [[nodiscard]] nb::list announced() {
+        std::vector<std::uint64_t> tags;
+        {
+            Unlocked unlocked;
+            tags = queue_->announced();
+        }
+        return listed(tags);
     }
 
     std::size_t register_memory(nb::handle memory) {
@@ -278,7 +290,11 @@ class PythonQueue {
             Unlocked unlocked;
             queue_->close();
         }
-        const auto ended = std::exchange(flights_, {});
+        // One by one: a deque that is emptied by a move allocates, which a destructor may not.
+        while (!flights_.empty()) {
+            const nb::object ended = std::move(flights_.front());
+            flights_.pop_front();
+        }
         const auto registered = std::exchange(registered_, {});
         const auto owners = std::exchange(owners_, {});
     }
@@ -328,7 +344,7 @@ NB_MODULE(_native, module) {
         .def_prop_ro("crc", &Flight::crc)
         .def_prop_ro("page_crcs", &Flight::page_crcs);
     nb::class_<PythonQueue>(module, "Queue")
-        .def(nb::init<const std::string&, unsigned, unsigned, std::size_t>())
+        .def(nb::init<std::string_view, unsigned, unsigned, std::size_t>())
         .def("submit", &PythonQueue::submit, nb::arg(), nb::arg(), nb::arg(), nb::arg(), nb::arg(),
              nb::arg().none())
         .def("announce", &PythonQueue::announce)
@@ -338,7 +354,7 @@ NB_MODULE(_native, module) {
         .def("close", &PythonQueue::close)
         .def("moved_bytes", &PythonQueue::moved_bytes)
         .def("latency", &PythonQueue::latency);
-    module.def("crc32c_ways", &offload::crc32c_ways);
+    module.def("crc32c_ways", [] { return listed(offload::crc32c_ways()); });
     module.def("crc32c_joined", &crc32c_joined);
     module.def("crc32c_of_zeros", &offload::crc32c_of_start);
     module.def("crc32c", &crc32c);

@@ -2,7 +2,6 @@
 // the frames of Python between.
 #include <nanobind/nanobind.h>
 #include <nanobind/stl/pair.h>
-#include <nanobind/stl/vector.h>
 
 #include "gradients.h"
 #include "saved_tensors.h"
@@ -17,8 +16,7 @@ NB_MODULE(_native, m) {
     m.def("handle_of", &handle_of);
     m.def("view_of", &view_of);
     nb::class_<Pack>(m, "Pack")
-        .def(nb::init<nb::object, nb::object, nb::dict, nb::dict, std::vector<Pack::Range>, bool,
-                      nb::object>())
+        .def(nb::init<nb::object, nb::object, nb::dict, nb::dict, nb::list, bool, nb::object>())
         .def("pack", &Pack::pack)
         .def_prop_ro("other", &Pack::other);
     nb::class_<Unpack>(m, "Unpack")

@@ -134,17 +134,18 @@ inline nb::object view_of(nb::handle packed, nb::handle flat) {
 // The pack hook: plain tensors and views of weights that are in use. All else is for `other`.
 class Pack {
   public:
-    using Range = std::pair<std::uintptr_t, std::uintptr_t>;
-
+    // `arena` has the (start, stop) of each range of addresses. It is converted here: see [Note:
+    // arguments without memory] in kernels/native/module.cpp.
     Pack(nb::object tensor, nb::object parameter, nb::dict bindings, nb::dict placeholders,
-         std::vector<Range> arena, bool innermost, nb::object other)
+         const nb::list& arena, bool innermost, nb::object other)
         : tensor_(std::move(tensor)),
           parameter_(std::move(parameter)),
           bindings_(std::move(bindings)),
           placeholders_(std::move(placeholders)),
-          arena_(std::move(arena)),
           innermost_(innermost),
-          other_(std::move(other)) {}
+          other_(std::move(other)) {
+        for (const nb::handle range : arena) arena_.push_back(nb::cast<Range>(range));
+    }
 
     nb::object pack(nb::handle tensor) const {
         const auto kind = reinterpret_cast<PyObject*>(Py_TYPE(tensor.ptr()));
@@ -164,6 +165,8 @@ class Pack {
     nb::object other() const { return other_; }
 
   private:
+    using Range = std::pair<std::uintptr_t, std::uintptr_t>;
+
     // The address of the first element; nothing for a tensor without a storage.
     static nb::object address_of(nb::handle tensor) {
         static PyObject* const data_ptr = name("data_ptr");

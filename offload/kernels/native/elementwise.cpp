@@ -132,10 +132,10 @@ std::vector<double> add_up_blocks(std::size_t numel, std::size_t chunk, Run run)
                                     std::to_string(chunk));
     }
     const std::size_t chunks = (numel + chunk - 1) / chunk, blocks = blocks_in(chunk);
-    std::vector<double> sums(chunks * blocks);
+    // Both before anything is added: a call that finds no memory has changed nothing.
+    std::vector<double> sums(chunks * blocks), totals(chunks);
     run(chunk, sums.data());
     const DefaultRounding rounding;
-    std::vector<double> totals(chunks);
     for (std::size_t number = 0; number < sums.size(); ++number) {
         totals[number / blocks] += sums[number];  // 0 for the blocks that the last chunk lacks
     }

@@ -1,17 +1,21 @@
 // The Python module of the kernels. Functions take addresses: the wrappers in offload/kernels have
 // checked dtype, length, layout and device, and keep the tensors alive during the call.
+//
+// [Note: arguments without memory] nanobind converts arguments in functions that may not throw. A
+// std::vector or a std::string that finds no memory there would end the process, so functions take
+// lists and characters, and the headers of those two are not included.
 #include <nanobind/nanobind.h>
 #include <nanobind/stl/optional.h>
 #include <nanobind/stl/pair.h>
-#include <nanobind/stl/string.h>
+#include <nanobind/stl/string_view.h>
 #include <nanobind/stl/tuple.h>
-#include <nanobind/stl/vector.h>
 
 #include <algorithm>
 #include <cstdint>
 #include <optional>
 #include <stdexcept>
 #include <string>
+#include <string_view>
 #include <tuple>
 #include <utility>
 #include <vector>
@@ -42,7 +46,14 @@ T* at(std::uintptr_t address) {
 
 Element element(int number) { return static_cast<Element>(number); }
 
-Rule rule(const std::string& name) {
+template <class Values>
+nb::list listed(const Values& values) {
+    nb::list all;
+    for (const auto& value : values) all.append(value);
+    return all;
+}
+
+Rule rule(std::string_view name) {
     if (name == "adamw") return offload::adamw;
     if (name == "adagrad") return offload::adagrad;
     if (name == "lion") return offload::lion;
@@ -50,53 +61,54 @@ Rule rule(const std::string& name) {
     if (name == "plain_sgd") return offload::plain_sgd;
     if (name == "lamb") return offload::lamb_move;
     if (name == "probe") return offload::probe;
-    throw std::invalid_argument("there is no rule " + name);
+    throw std::invalid_argument("there is no rule " + std::string(name));
 }
 
 // start, stop, settings, the noise (its stream, and the number of `start` in it), and the address
 // of a gradient of the segment's own, or 0
-using Settings = std::tuple<std::size_t, std::size_t, std::vector<double>,
+using Settings = std::tuple<std::size_t, std::size_t, nb::list,
                             std::pair<std::uint64_t, std::uint64_t>, std::uintptr_t>;
 
 Segment segment(const Settings& given) {
     const auto& [start, stop, settings, noise, grad] = given;
     const auto& [stream, element] = noise;
     Segment made{start, stop, {}, stream, element, at<const void>(grad)};
-    std::copy_n(settings.begin(), std::min(settings.size(), offload::kSettings), made.settings);
+    const std::size_t count = std::min(settings.size(), offload::kSettings);
+    for (std::size_t i = 0; i < count; ++i) made.settings[i] = nb::cast<double>(settings[i]);
     return made;
 }
 
 // `weight` and `grad` are (address, element); `beside` may be 0.
 Buffers buffers(std::pair<std::uintptr_t, int> weight, std::uintptr_t beside,
-                const std::vector<std::uintptr_t>& moments, int moment_type, std::uintptr_t scales,
+                const nb::list& moments, int moment_type, std::uintptr_t scales,
                 std::pair<std::uintptr_t, int> grad, std::size_t numel) {
     Buffers made{at<void>(weight.first),     element(weight.second), at<void>(beside),
                  {nullptr, nullptr},         element(moment_type),   at<float>(scales),
                  at<const void>(grad.first), element(grad.second),   numel};
     for (std::size_t i = 0; i < moments.size() && i < 2; ++i)
-        made.moments[i] = at<void>(moments[i]);
+        made.moments[i] = at<void>(nb::cast<std::uintptr_t>(moments[i]));
     return made;
 }
 
-void update(const std::string& name, std::pair<std::uintptr_t, int> weight, std::uintptr_t beside,
-            const std::vector<std::uintptr_t>& moments, int moment_type, std::uintptr_t scales,
-            std::pair<std::uintptr_t, int> grad, std::size_t numel,
-            const std::vector<Settings>& given, int writes) {
+void update(std::string_view name, std::pair<std::uintptr_t, int> weight, std::uintptr_t beside,
+            const nb::list& moments, int moment_type, std::uintptr_t scales,
+            std::pair<std::uintptr_t, int> grad, std::size_t numel, const nb::list& given,
+            int writes) {
     const Rule run = rule(name);
     Buffers arrays = buffers(weight, beside, moments, moment_type, scales, grad, numel);
     arrays.writes = static_cast<offload::Writes>(writes);
     std::vector<Segment> segments;
     segments.reserve(given.size());
-    for (const auto& each : given) segments.push_back(segment(each));
+    for (const nb::handle each : given) segments.push_back(segment(nb::cast<Settings>(each)));
     const nb::gil_scoped_release no_gil;
     const offload::DefaultRounding rounding;  // scalars are rounded on this thread
     run(arrays, segments);
 }
 
 void lamb_moments(std::pair<std::uintptr_t, int> weight, std::uintptr_t beside,
-                  const std::vector<std::uintptr_t>& moments, int moment_type,
-                  std::uintptr_t scales, std::pair<std::uintptr_t, int> grad, std::size_t numel,
-                  const Settings& given, std::uintptr_t sums) {
+                  const nb::list& moments, int moment_type, std::uintptr_t scales,
+                  std::pair<std::uintptr_t, int> grad, std::size_t numel, const Settings& given,
+                  std::uintptr_t sums) {
     const Buffers arrays = buffers(weight, beside, moments, moment_type, scales, grad, numel);
     const Segment one = segment(given);
     const nb::gil_scoped_release no_gil;
@@ -158,10 +170,25 @@ std::vector<double> accumulate(std::uintptr_t out, int out_type, std::uintptr_t 
     });
 }
 
-std::vector<double> sum_squares(std::uintptr_t values, int type, std::size_t numel,
-                                std::size_t chunk) {
-    return with_type(values, type,
-                     [&](const auto* typed) { return offload::sum_squares(typed, numel, chunk); });
+nb::list accumulated(std::uintptr_t out, int out_type, std::uintptr_t grad, int grad_type,
+                     std::size_t numel, bool add, std::size_t chunk) {
+    std::vector<double> sums;
+    {
+        const nb::gil_scoped_release no_gil;
+        sums = accumulate(out, out_type, grad, grad_type, numel, add, chunk);
+    }
+    return listed(sums);
+}
+
+nb::list sum_squares(std::uintptr_t values, int type, std::size_t numel, std::size_t chunk) {
+    std::vector<double> sums;
+    {
+        const nb::gil_scoped_release no_gil;
+        sums = with_type(values, type, [&](const auto* typed) {
+            return offload::sum_squares(typed, numel, chunk);
+        });
+    }
+    return listed(sums);
 }
 
 void quantize(int format, std::uintptr_t values, int type, std::uintptr_t blocks,
@@ -276,27 +303,24 @@ class Sum {
     nb::dict elements_;
 };
 
-nb::list supported_isas() {
-    nb::list names;
-    for (const std::string_view name : offload::supported_isas()) {
-        names.append(nb::str(name.data(), name.size()));
-    }
-    return names;
-}
+nb::list supported_isas() { return listed(offload::supported_isas()); }
 
-std::vector<int> parse_cpus(const std::string& list) {
+nb::list parse_cpus(const char* list) {
     const cpu_set_t cpus = offload::parse_cpus(list);
-    std::vector<int> found;
+    nb::list found;
     for (int cpu = 0; cpu < CPU_SETSIZE; ++cpu) {
-        if (CPU_ISSET(static_cast<std::size_t>(cpu), &cpus)) found.push_back(cpu);
+        if (CPU_ISSET(static_cast<std::size_t>(cpu), &cpus)) found.append(cpu);
     }
     return found;
 }
 
-void run_beside(int node, const std::vector<int>& allowed) {
+void run_beside(int node, const nb::list& allowed) {
     cpu_set_t cpus;
     CPU_ZERO(&cpus);
-    for (const int cpu : allowed) CPU_SET(static_cast<std::size_t>(cpu), &cpus);
+    for (const nb::handle each : allowed) {
+        const auto cpu = nb::cast<std::size_t>(each);
+        CPU_SET(cpu, &cpus);
+    }
     offload::run_beside(node, cpus);
 }
 
@@ -325,9 +349,9 @@ NB_MODULE(_native, m) {
     m.def("dequantize", &dequantize, no_gil);
     m.def("encode_moments", &encode_moments);
     m.def("decode_moments", &decode_moments);
-    m.def("accumulate", &accumulate, no_gil);
+    m.def("accumulate", &accumulated);
     nb::class_<Sum>(m, "Sum")
         .def(nb::init<std::uintptr_t, int, std::size_t, nb::object, nb::object, nb::dict>())
         .def("take", &Sum::take);
-    m.def("sum_squares", &sum_squares, no_gil);
+    m.def("sum_squares", &sum_squares);
 }

@@ -9,6 +9,7 @@
 #include <condition_variable>
 #include <exception>
 #include <mutex>
+#include <new>
 #include <thread>
 
 #include "numa.h"
@@ -105,7 +106,11 @@ class Team {
             ++working_;
             lock.unlock();
             if (known && job->node() >= 0 && job->node() != node) {
-                run_beside(node = job->node(), allowed);
+                try {
+                    run_beside(node = job->node(), allowed);
+                } catch (const std::bad_alloc&) {
+                    // No memory for the node's list: any processor will do.
+                }
             }
             job->work();
             lock.lock();

@@ -1,6 +1,5 @@
-// Preloaded into a process: one call of `operator new` by the native code of I/O finds no memory,
-// as `refuse_new` says. nanobind casts vectors for the kernels in functions that may not throw. All
-// other code gets what it asks for.
+// Preloaded into a process: one call of `operator new` by the native code of the package finds no
+// memory, as `refuse_new` says. All other code gets what it asks for.
 #include <dlfcn.h>
 
 #include <atomic>
@@ -17,7 +16,8 @@ std::atomic<long> refused{0};  // calls that have failed
 bool is_ours(const void* caller) {
     Dl_info about;
     return dladdr(caller, &about) != 0 && about.dli_fname != nullptr &&
-           std::strstr(about.dli_fname, "offload/aio/_native.") != nullptr;
+           std::strstr(about.dli_fname, "/offload/") != nullptr &&
+           std::strstr(about.dli_fname, "/_native.") != nullptr;
 }
 
 }  // namespace
