@@ -7,7 +7,7 @@ import math
 import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Any
 
 import typer
 
@@ -28,7 +28,7 @@ _BATCH = ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumu
 
 
 def check_config(
-    config: Annotated[Path, typer.Argument(metavar="FILE", help="A DeepSpeed JSON file.")],
+    config: Path = typer.Argument(metavar="FILE", help="A DeepSpeed JSON file."),
     json_output: Json = False,
 ) -> None:
     """List the effect of each key of a DeepSpeed JSON file. A key is honoured, ignored, off, refused or wrong.
