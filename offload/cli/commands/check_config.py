@@ -59,7 +59,7 @@ def keys_of(file: Path) -> dict[str, Any]:
     "why" maps keys to reasons, for the keys with a reason.
     """
     from offload.config import examine, read_json
-    from offload.config.documentation import reasons
+    from offload.config.schema import reasons
 
     content = read_json(file)
     _, findings = examine(content)
