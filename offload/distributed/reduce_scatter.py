@@ -83,11 +83,7 @@ class ExchangeMemory:
     """Memory for the rows that this rank sends and receives in exchanges under way."""
 
     def __init__(
-        self,
-        reduction: Reduction,
-        largest: int,
-        rounded: Sequence[torch.Tensor],
-        keep: Callable[[int], torch.Tensor],
+        self, reduction: Reduction, largest: int, rounded: Sequence[torch.Tensor], keep: Callable[[int], torch.Tensor]
     ) -> None:
         """Takes the memory, a tensor for each exchange that may be under way.
 

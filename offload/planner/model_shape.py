@@ -907,12 +907,7 @@ def from_adapted(
 
 
 def _of_adapted(
-    name: str,
-    config: Any,
-    adapters: Adapters,
-    sequence: int,
-    dtype: torch.dtype,
-    units: Division | Sequence[str],
+    name: str, config: Any, adapters: Adapters, sequence: int, dtype: torch.dtype, units: Division | Sequence[str]
 ) -> Shape:
     with torch.device("meta"):
         model = adapters.make(model_of(config, dtype))

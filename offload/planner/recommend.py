@@ -278,13 +278,7 @@ def _settled(
     in_turns: bool,
 ) -> Memory:
     return settle(
-        layouts,
-        config.content,
-        room,
-        accumulation,
-        matrices=matrices,
-        speculate=speculate,
-        in_turns=in_turns,
+        layouts, config.content, room, accumulation, matrices=matrices, speculate=speculate, in_turns=in_turns
     )
 
 

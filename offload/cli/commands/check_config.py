@@ -28,8 +28,7 @@ _BATCH = ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumu
 
 
 def check_config(
-    config: Path = typer.Argument(metavar="FILE", help="A DeepSpeed JSON file."),
-    json_output: Json = False,
+    config: Path = typer.Argument(metavar="FILE", help="A DeepSpeed JSON file."), json_output: Json = False
 ) -> None:
     """List the effect of each key of a DeepSpeed JSON file. A key is honoured, ignored, off, refused or wrong.
 

@@ -221,12 +221,7 @@ def plan(typed: PlanOptions) -> None:
 
 
 def _print_details(
-    console: Console,
-    planned: Planned,
-    advice: Advice,
-    wanted: Asked,
-    ways: Sequence[Reach],
-    orders: Sequence[Ordered],
+    console: Console, planned: Planned, advice: Advice, wanted: Asked, ways: Sequence[Reach], orders: Sequence[Ordered]
 ) -> None:
     from offload.planner import output
 

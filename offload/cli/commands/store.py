@@ -392,10 +392,7 @@ def fork(
         )
 
 
-def log(
-    path: Path = typer.Argument(help="A run's folder, NVME_PATH/RUN."),
-    json_output: Json = False,
-) -> None:
+def log(path: Path = typer.Argument(help="A run's folder, NVME_PATH/RUN."), json_output: Json = False) -> None:
     """List the steps that a run has left. Kept steps, forks, and the runs it was forked from.
 
     May be called while the run trains. Example: offload log /mnt/nvme/my-run
@@ -479,9 +476,7 @@ def replay(
 
 
 def rm(
-    path: Path = _RUN,
-    yes: bool = typer.Option(False, "--yes", help="Do not ask."),
-    json_output: Json = False,
+    path: Path = _RUN, yes: bool = typer.Option(False, "--yes", help="Do not ask."), json_output: Json = False
 ) -> None:
     """Delete a run's swap files, on all of the run's drives.
 
