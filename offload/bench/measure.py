@@ -84,7 +84,6 @@ class DriveSpeeds(NamedTuple):
     mixed: float
 
     def as_json(self) -> dict[str, float]:
-        """Returns the rates in GB/s for `--json`."""
         return {f"{name}_gb_per_s": rounded(rate / 1e9) for name, rate in self._asdict().items()}
 
     def seconds(self, read_bytes: float, written_bytes: float) -> float:

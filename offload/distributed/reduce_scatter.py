@@ -646,7 +646,6 @@ class ReduceScatterAccumulator(GradientAccumulator):
             self._seen[unit] = set()
 
     def drop(self, unit: int) -> None:
-        """Drops the gradients of one unit."""
         assert not self._under_way, "what is added up later would be kept"
         super().drop(unit)
         self._seen[unit] = set()

@@ -100,7 +100,6 @@ class StoredTensor(NamedTuple):
 
     @property
     def numel(self) -> int:
-        """Number of elements."""
         return math.prod(self.shape)
 
     @property
@@ -647,7 +646,6 @@ class TorchFileWriter:
                 self._zip.writestr(f"{_ROOT}/{name}", value)
 
     def begin(self) -> None:
-        """Begins the next tensor."""
         with self._naming_errors():
             self._end()
             info = zipfile.ZipInfo(f"{_ROOT}/data/{self._next}")

@@ -436,7 +436,6 @@ class Reporter:
             self._thread.start()
 
     def report(self, record: StepRecord) -> None:
-        """Shows the record, and queues it for the writers."""
         if self._shown is not None:
             try:
                 self._shown.write(record)
@@ -447,7 +446,6 @@ class Reporter:
             self._records.put(record)
 
     def report_evaluation(self, evaluation: EvaluationRecord) -> None:
-        """Queues an evaluation for the writers."""
         if self._thread is not None:
             self._records.put(evaluation)
 

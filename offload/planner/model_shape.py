@@ -62,7 +62,6 @@ class Experts(NamedTuple):
 
     @property
     def number(self) -> int:
-        """Returns the number of experts."""
         return len(self.units) * self.of_unit
 
     def visited(self, tokens: int) -> float:
