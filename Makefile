@@ -98,7 +98,7 @@ format: $(VENV)/.dev ## Format everything, and write the pages that are made fro
 	$(BIN)/ruff check --fix-only .
 	$(BIN)/ruff format .
 	$(BIN)/clang-format -i $(NATIVE) $(NATIVE_TESTS)
-	$(BIN)/python -W ignore::RuntimeWarning:runpy -m offload.config
+	$(BIN)/python -m tests.pages.configuration_page
 	$(BIN)/python -m tests.pages.command_line_page
 	$(BIN)/python -m tests.pages.deepspeed_names
 	$(BIN)/python -m tests.pages.models_page

@@ -385,10 +385,7 @@ def _config_of(content: dict[str, Any], model: nn.Module) -> tuple[Config, bool]
         content["offload"] = {**block, **_OF_RUNS, "run": f"{block.get('run', 'default')}-inference"}
         if in_place:  # weights that are not read from the files stay in host memory
             content["offload"]["nvme_path"] = []
-            content["zero_optimization"] = {
-                **content.get("zero_optimization", {}),
-                "offload_param": {"device": "cpu"},
-            }
+            content["zero_optimization"] = {**content.get("zero_optimization", {}), "offload_param": {"device": "cpu"}}
     loaded = load_config(content)
     if in_place and loaded.offload.frozen is not None:
         raise ConfigError(

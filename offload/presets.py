@@ -79,7 +79,6 @@ _LLAMA_3_2 = {
 
 
 def _qwen3(hidden: int, layers: int, heads: int, inner: int, **more: Any) -> dict[str, Any]:
-    """Returns the settings of a Qwen3 model."""
     shape = _llama(hidden, layers, heads, 8, inner, vocab_size=151936, max_position_embeddings=40960)
     return {**shape, "head_dim": 128, "rms_norm_eps": 1e-6, "rope_parameters": _rope(1e6), **more}
 

@@ -35,7 +35,6 @@ class State(enum.Enum):
 
     @property
     def title(self) -> str:
-        """The name for people."""
         return _TITLES.get(self, self.value)
 
 

@@ -123,11 +123,7 @@ def measure(
 
 
 def _rows(
-    case: Case,
-    arrays: Arrays,
-    contenders: dict[str, Callable[[], object]],
-    rounds: int,
-    tell: Callable[[str], None],
+    case: Case, arrays: Arrays, contenders: dict[str, Callable[[], object]], rounds: int, tell: Callable[[str], None]
 ) -> Iterable[AdamRow]:
     seconds: dict[str, list[float]] = {name: [] for name in contenders}
     # Contenders take turns: the bandwidth of a shared machine drifts, so each ratio compares times of one round.
@@ -231,10 +227,7 @@ def _deepspeed(arrays: Arrays) -> dict[str, Callable[[], object]]:
 
 def as_json(machine: dict[str, Any], rows: Iterable[AdamRow]) -> dict[str, Any]:
     """Returns the content that `--json` prints."""
-    return {
-        "machine": machine,
-        "rows": [row_json(row) for row in rows],
-    }
+    return {"machine": machine, "rows": [row_json(row) for row in rows]}
 
 
 def plot(rows: Sequence[AdamRow], path: Path) -> None:

@@ -9,13 +9,7 @@ import torch
 
 LEARNING_RATE, WEIGHT_DECAY = 1e-4, 0.1
 
-ALONE = {
-    "RANK": "0",
-    "WORLD_SIZE": "1",
-    "LOCAL_RANK": "0",
-    "MASTER_ADDR": "127.0.0.1",
-    "MASTER_PORT": "29511",
-}
+ALONE = {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29511"}
 """Environment of a process that is the only rank, for libraries that expect a launcher."""
 
 

@@ -84,7 +84,6 @@ class DriveSpeeds(NamedTuple):
     mixed: float
 
     def as_json(self) -> dict[str, float]:
-        """Returns the rates in GB/s for `--json`."""
         return {f"{name}_gb_per_s": rounded(rate / 1e9) for name, rate in self._asdict().items()}
 
     def seconds(self, read_bytes: float, written_bytes: float) -> float:
@@ -102,11 +101,7 @@ def median_rates(rates: Sequence[DriveSpeeds]) -> DriveSpeeds:
 
 @contextlib.contextmanager
 def drive_rates(
-    paths: Sequence[Path],
-    nbytes: int,
-    backend: str = "auto",
-    block_bytes: int | None = None,
-    depth: int | None = None,
+    paths: Sequence[Path], nbytes: int, backend: str = "auto", block_bytes: int | None = None, depth: int | None = None
 ) -> Iterator[Callable[[], DriveSpeeds]]:
     """Yields a function that measures the rates of all drives together, with a queue and files like an engine's.
 
@@ -116,10 +111,7 @@ def drive_rates(
     buffer = aligned_empty(nbytes)
     fill_with_noise(buffer)
     try:
-        with (
-            StripedFile(paths, create=True) as file,
-            IoQueue(backend, block_bytes=block_bytes, depth=depth) as queue,
-        ):
+        with StripedFile(paths, create=True) as file, IoQueue(backend, block_bytes=block_bytes, depth=depth) as queue:
             file.reserve(len(buffer))
             move(queue, file, buffer, "write", _REQUEST_BYTES)  # untimed: first writes are slower
 

@@ -49,7 +49,6 @@ def make_console(**options: Any) -> Console:
         """A console that prints no control characters of a text."""
 
         def print(self, *objects: Any, **more: Any) -> None:
-            """Prints objects; see `rich.console.Console.print`."""
             super().print(*(printable(value) if isinstance(value, str) else value for value in objects), **more)
 
     return Printable(**options)

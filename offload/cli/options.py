@@ -19,17 +19,18 @@ UNDERSCORES = {"token_normalize_func": lambda name: name.replace("_", "-")}
 """Context settings of a command whose options may contain underscores, as Hugging Face's arguments do."""
 
 
-def option(help: str, *aliases: str, name: str = "", group: str | None = None, **more: Any) -> Any:
+def option(help: str, *aliases: str, default: Any = None, name: str = "", group: str | None = None, **more: Any) -> Any:
     """Declares an option of a class for `takes_options`.
 
     Args:
         help: what the option is for.
         aliases: further names, such as those of Hugging Face's arguments.
+        default: the value of an option that is not given; a switch is then off. `...` for one that must be given.
         name: the name; by default that of the field.
         group: the group of the help; by default that of the option before.
         more: further arguments of `typer.Option`.
     """
-    return typer.Option(name, *aliases, help=help, rich_help_panel=group, **more)
+    return typer.Option(default, name, *aliases, help=help, rich_help_panel=group, **more)
 
 
 def dtypes(*names: str) -> Any:
@@ -124,14 +125,16 @@ def takes_options(kind: type[T]) -> Callable[[Callable[[T], None]], Callable[...
     """Returns a decorator that turns a function of one options object into a typer command.
 
     typer reads a command's options from the function's signature. The decorated function has the fields of `kind` as
-    its signature, so that name, type, default and help of each option are declared once. The fields of `kind`, a
-    dataclass, are annotated with `typer.Option` or `typer.Argument`.
+    its signature, so that name, type, default and help of each option are declared once. The defaults of the fields of
+    `kind`, a dataclass, are those that `option`, `typer.Option` or `typer.Argument` returns.
     """
     signature = inspect.signature(kind, eval_str=True)
     for field, parameter in signature.parameters.items():
-        for declared in parameter.annotation.__metadata__:
-            if declared.default == "":  # where typer has the first name of an annotation
-                declared.default = f"--{field.replace('_', '-')}"
+        declared = parameter.default
+        if (getattr(declared, "param_decls", None) or ("--",))[0] == "":
+            declared.param_decls = (f"--{field.replace('_', '-')}", *declared.param_decls[1:])
+            if parameter.annotation is bool and declared.default is None:
+                declared.default = False
 
     def decorate(command: Callable[[T], None]) -> Callable[..., None]:
         @functools.wraps(command)

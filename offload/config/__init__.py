@@ -10,7 +10,6 @@ the block "offload", which DeepSpeed ignores.
     load                   from a file to the models, or to an error message; values that the file leaves open
     script_values          values that a script determines, and two that differ
     edit                   some keys of a file, and no other character of it
-    documentation          docs/reference/configuration.md, from the descriptions and tables of the blocks
 """
 
 from __future__ import annotations
@@ -26,7 +25,6 @@ from offload.config.blocks import (
     SchedulerBlock,
     ZeroOptimization,
 )
-from offload.config.documentation import document
 from offload.config.load import (
     Batch,
     check_order,
@@ -52,7 +50,6 @@ __all__ = [
     "SchedulerBlock",
     "ZeroOptimization",
     "check_order",
-    "document",
     "effective",
     "examine",
     "load_config",

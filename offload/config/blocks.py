@@ -351,12 +351,7 @@ class ZeroOptimization(Block):
         "cpu_offload_use_pin_memory": _PINNED,
         "allgather_partitions": "the weights of a unit are always gathered by an all-gather, never by broadcasts",
     }
-    REFUSED: ClassVar[dict[str, str]] = {
-        **dict.fromkeys(
-            ("zeropp_loco_param", "zenflow"),
-            CHANGES_TRAINING,
-        ),
-    }
+    REFUSED: ClassVar[dict[str, str]] = {**dict.fromkeys(("zeropp_loco_param", "zenflow"), CHANGES_TRAINING)}
 
     OLD_NAMES: ClassVar[dict[str, str]] = {
         name.removeprefix("stage3_"): name
@@ -414,8 +409,7 @@ class ZeroOptimization(Block):
         "half of the largest unit; only where all weights stay on the device; default: unit by unit",
     )
     allgather_bucket_size: Count | None = Field(
-        None,
-        description="the same for the weights that ranks gather in one collective",
+        None, description="the same for the weights that ranks gather in one collective"
     )
     stage3_prefetch_bucket_size: Elements | None = Field(
         None, description="elements prefetched at most, one unit at least; 0: none; default: as memory allows"
@@ -844,9 +838,7 @@ class Bf16(Block):
     """bf16 weights with split fp32 masters."""
 
     TUNING = split_names("immediate_grad_update check_grad_overflow")
-    REFUSED: ClassVar[dict[str, str]] = {
-        "bf16_master_weights_and_grads": missing("has no fp32 masters"),
-    }
+    REFUSED: ClassVar[dict[str, str]] = {"bf16_master_weights_and_grads": missing("has no fp32 masters")}
     SUGGESTION: ClassVar[Mapping[str, Any]] = {"enabled": True}
 
     enabled: bool = Field(
@@ -909,10 +901,7 @@ class Compile(Block):
 
     enabled: bool = Field(False, description="whether torch compiles each block, also as deepcompile")
     backend: str = Field("inductor", description="backend of torch.compile")
-    kwargs: dict[str, Any] = Field(
-        {},
-        description='further keywords of torch.compile; "dynamic" is false by default',
-    )
+    kwargs: dict[str, Any] = Field({}, description='further keywords of torch.compile; "dynamic" is false by default')
 
     @classmethod
     def arranged(cls, content: Mapping[str, Any]) -> Mapping[str, Any]:

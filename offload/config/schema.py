@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Annotated, Any, ClassVar, Literal, NamedTuple
 
 from pydantic import BeforeValidator, Field, PrivateAttr, model_validator
@@ -35,6 +35,7 @@ from offload.config.blocks import (
     TorchAutocast,
     Wandb,
     ZeroOptimization,
+    all_blocks,
     missing,
     split_names,
     steps_or_never,
@@ -298,3 +299,11 @@ class Config(Block):
             ),
         )
         return tuple(line for holds, line in lines if holds)
+
+
+def reasons() -> Iterator[tuple[str, str]]:
+    """Yields each key without effect whose reason users ask for, by its dotted name, and the reason."""
+    for path, model in all_blocks(Config, ""):
+        prefix = f"{path}." if path else ""
+        for key, reason in model.WITHOUT_EFFECT.items():
+            yield f"{prefix}{key}", reason

@@ -93,7 +93,6 @@ class DeepSpeedAccelerator:
         return self.device_name(self.current_device())
 
     def on_accelerator(self, tensor: torch.Tensor) -> bool:
-        """Returns True if a tensor is on this type of device."""
         return tensor.device.type == self._name
 
     def communication_backend_name(self) -> str:
@@ -110,11 +109,9 @@ class DeepSpeedAccelerator:
         return torch.random
 
     def set_rng_state(self, new_state: torch.Tensor, device_index: int | None = None) -> None:
-        """Sets the state of the device's generator."""
         self._module.set_rng_state(new_state, *_index_argument(device_index))
 
     def get_rng_state(self, device_index: int | None = None) -> torch.Tensor:
-        """Returns the state of the device's generator."""
         state: torch.Tensor = self._module.get_rng_state(*_index_argument(device_index))
         return state
 
@@ -192,7 +189,6 @@ class DeepSpeedAccelerator:
     # -- dtypes and tensors -------------------------------------------------------------------------
 
     def is_bf16_supported(self) -> bool:
-        """Returns True if the device computes in bf16."""
         return bool(self._module.is_bf16_supported())
 
     def is_fp16_supported(self) -> bool:
@@ -202,7 +198,6 @@ class DeepSpeedAccelerator:
         return self._name != "mps"
 
     def supported_dtypes(self) -> list[torch.dtype]:
-        """Returns the dtypes that weights can have."""
         halves = {torch.float16: self.is_fp16_supported(), torch.bfloat16: self.is_bf16_supported()}
         return [torch.float32, *(dtype for dtype, supported in halves.items() if supported)]
 
@@ -317,7 +312,6 @@ class CpuAccelerator(DeepSpeedAccelerator):
     Event = property(lambda _: None, doc="None: there are no events.")
 
     def stream(self, stream: Any) -> contextlib.AbstractContextManager[None]:
-        """Returns a context without effect."""
         return contextlib.nullcontext()
 
     def current_stream(self, device_index: int | None = None) -> None:
@@ -391,7 +385,6 @@ class CpuAccelerator(DeepSpeedAccelerator):
     max_memory_cached = max_memory_reserved = max_memory_allocated
 
     def reset_peak_memory_stats(self, device_index: int | None = None) -> None:
-        """Resets the peak."""
         self.reset_rss()
 
     reset_max_memory_allocated = reset_max_memory_cached = reset_peak_memory_stats
@@ -419,7 +412,6 @@ class CpuAccelerator(DeepSpeedAccelerator):
         return cpu_computes_fp16()
 
     def supported_dtypes(self) -> list[torch.dtype]:
-        """Returns the dtypes that weights can have."""
         return [torch.float32, torch.bfloat16, *([torch.float16] if self.is_fp16_supported() else [])]
 
     BFloat16Tensor = property(lambda _: torch.BFloat16Tensor, doc="torch's class of tensors of bf16.")

@@ -65,7 +65,6 @@ class FlopsProfiler:
 
     @property
     def profile(self) -> Profile:
-        """Returns the counts so far."""
         return Profile(dict(self._counter.flops), weights_of(self.model))
 
     def get_total_flops(self, as_string: bool = False) -> float | str:

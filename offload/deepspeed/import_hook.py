@@ -84,10 +84,7 @@ class _Finder(DistributionFinder, MetaPathFinder):
         spec = find_spec(ours)
         assert spec is not None, "the finder of the table raises"
         return ModuleSpec(
-            fullname,
-            _Alias(spec),
-            origin=spec.origin,
-            is_package=spec.submodule_search_locations is not None,
+            fullname, _Alias(spec), origin=spec.origin, is_package=spec.submodule_search_locations is not None
         )
 
     def find_distributions(self, context: DistributionFinder.Context | None = None) -> Iterable[Distribution]:

@@ -76,7 +76,7 @@ MODULES: dict[str, dict[str, str]] = {
     "runtime.activation_checkpointing.checkpointing": {
         "checkpointing": "checkpoint configure get_cuda_rng_tracker is_configured model_parallel_cuda_manual_seed "
         "model_parallel_reconfigure_tp_seed non_reentrant_checkpoint partition_activations_in_checkpoint reset "
-        "set_num_layers",
+        "set_num_layers"
     },
     "runtime.config": {"config": "DeepSpeedConfig DeepSpeedConfigError"},
     "runtime.dataloader": {"utils": "DeepSpeedDataLoader RepeatingLoader"},
@@ -86,7 +86,7 @@ MODULES: dict[str, dict[str, str]] = {
     "runtime.lr_schedules": {
         "lr_schedules": "LR_RANGE_TEST LR_SCHEDULE LRRangeTest ONE_CYCLE OneCycle VALID_LR_SCHEDULES WARMUP_COSINE_LR "
         "WARMUP_DECAY_LR WARMUP_LR WarmupCosineLR WarmupDecayLR WarmupLR add_tuning_arguments get_config_from_args "
-        "get_lr_from_config",
+        "get_lr_from_config"
     },
     "runtime.pipe": {"pipe": "LayerSpec PipelineModule TiedLayerSpec"},
     "runtime.pipe.engine": {"pipe": "PipelineEngine"},
@@ -95,11 +95,11 @@ MODULES: dict[str, dict[str, str]] = {
     "runtime.sequence_parallel.parallel_state_sp": {"sequence_parallel": "SequenceGroups"},
     "runtime.sequence_parallel.ulysses_sp": {
         "sequence_parallel": "SequenceTiledCompute TiledFusedLogitsLoss TiledMLP UlyssesSPAttentionHF "
-        "UlyssesSPDataLoaderAdapter sequence_tiled_compute",
+        "UlyssesSPDataLoaderAdapter sequence_tiled_compute"
     },
     "runtime.utils": {
         "utils": "clip_grad_norm_ copy_to_device empty_cache ensure_directory_exists move_to_device see_memory_usage "
-        "set_random_seed",
+        "set_random_seed"
     },
     "runtime.zero": {
         "zero": "GatheredParameters Init TiledLinear TiledLinearReturnBias ZeroParamStatus ZeroParamType "
@@ -131,7 +131,7 @@ MODULES: dict[str, dict[str, str]] = {
         "sequence_parallel": "_get_data_parallel_group _get_data_parallel_rank _get_data_parallel_world_size "
         "_get_sequence_parallel_group _get_sequence_parallel_rank _get_sequence_parallel_world_size "
         "get_data_parallel_group get_data_parallel_rank get_data_parallel_world_size get_model_parallel_rank "
-        "get_model_parallel_world_size get_tensor_model_parallel_rank get_tensor_model_parallel_world_size",
+        "get_model_parallel_world_size get_tensor_model_parallel_rank get_tensor_model_parallel_world_size"
     },
     "utils.init_on_device": {"utils": "OnDevice"},
     "utils.logging": {"utils": "log_dist log_dist_once logger set_log_level_from_string"},
@@ -139,11 +139,11 @@ MODULES: dict[str, dict[str, str]] = {
         "utils": "safe_get_full_fp32_param safe_get_full_grad safe_get_full_optimizer_state safe_get_local_fp32_param "
         "safe_get_local_grad safe_get_local_optimizer_state safe_set_full_fp32_param safe_set_full_grad "
         "safe_set_full_optimizer_state safe_set_local_fp32_param safe_set_local_grad safe_set_local_optimizer_state "
-        "safe_update_full_grad_vectorized",
+        "safe_update_full_grad_vectorized"
     },
     "utils.z3_leaf_module": {
         "utils": "get_z3_leaf_modules set_z3_leaf_module set_z3_leaf_modules set_z3_leaf_modules_by_name "
-        "set_z3_leaf_modules_by_suffix unset_z3_leaf_modules z3_leaf_module",
+        "set_z3_leaf_modules_by_suffix unset_z3_leaf_modules z3_leaf_module"
     },
 }
 """For each module of DeepSpeed, below `deepspeed`, its names by the module of this package that defines them.

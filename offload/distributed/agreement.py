@@ -235,7 +235,6 @@ class Agreement:
         return edits
 
     def mean(self, value: float) -> float:
-        """Returns the mean of every rank's `value`."""
         return value
 
     @contextlib.contextmanager

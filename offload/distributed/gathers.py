@@ -69,7 +69,6 @@ class JoinedGather(Later):
 
     @uninterrupted
     def wait(self) -> None:
-        """Waits until the weights are in their units."""
         if self.known is not None:
             self.known.wait()
             return
@@ -127,7 +126,6 @@ class JoinedWeightGathers(WeightGathers):
         return gather
 
     def _begin(self, gather: JoinedGather) -> None:
-        """Starts the collective of `_units`."""
         shards, pieces = self.ranks.mesh.shards, list[tuple[torch.Tensor, range]]()
         for unsharded, ranges in self._shards.values():
             pieces += [(unsharded, own) for own in ranges]

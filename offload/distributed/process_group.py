@@ -139,11 +139,9 @@ class Communication(NamedTuple):
         )
 
     def since(self, before: Communication) -> Communication:
-        """Returns the counts since `before` was taken."""
         return self.plus(Communication(*(Sent(-then.collectives, -then.nbytes) for then in before)))
 
     def plus(self, other: Communication) -> Communication:
-        """Returns the sums of both counts."""
         return Communication(
             *(
                 Sent(one.collectives + two.collectives, one.nbytes + two.nbytes)
@@ -189,7 +187,6 @@ class Mesh(NamedTuple):
         return rank % self.shards
 
     def replica_of(self, rank: int) -> int:
-        """Returns the replica of `rank`."""
         return rank // self.shards
 
     def replica(self, rank: int) -> range:
@@ -264,7 +261,6 @@ class DeviceGroups(NamedTuple):
 
     @property
     def all(self) -> list[Any]:
-        """The groups that are not None."""
         return [group for group in self if group is not None]
 
 
@@ -766,7 +762,6 @@ class CollectiveWork:
         self.work, self._ranks, self._to = work, ranks, to
 
     def done(self) -> bool:
-        """Returns True if the collective has completed, with success or failure."""
         return self.work is None or bool(self.work.is_completed())
 
     def wait(self) -> None:
@@ -793,11 +788,9 @@ class AllDone:
         self._events = events
 
     def done(self) -> bool:
-        """Returns True if all events are done."""
         return all(event.done() for event in self._events)
 
     def wait(self) -> None:
-        """Waits for each event."""
         for event in self._events:
             event.wait()
 

@@ -83,11 +83,7 @@ class ExchangeMemory:
     """Memory for the rows that this rank sends and receives in exchanges under way."""
 
     def __init__(
-        self,
-        reduction: Reduction,
-        largest: int,
-        rounded: Sequence[torch.Tensor],
-        keep: Callable[[int], torch.Tensor],
+        self, reduction: Reduction, largest: int, rounded: Sequence[torch.Tensor], keep: Callable[[int], torch.Tensor]
     ) -> None:
         """Takes the memory, a tensor for each exchange that may be under way.
 
@@ -650,7 +646,6 @@ class ReduceScatterAccumulator(GradientAccumulator):
             self._seen[unit] = set()
 
     def drop(self, unit: int) -> None:
-        """Drops the gradients of one unit."""
         assert not self._under_way, "what is added up later would be kept"
         super().drop(unit)
         self._seen[unit] = set()

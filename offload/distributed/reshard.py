@@ -137,7 +137,6 @@ class Switch(NamedTuple):
     after: tuple[str, ...]
 
     def pack(self) -> bytes:
-        """Returns the content of the note."""
         return json.dumps(self._asdict()).encode()
 
 
@@ -261,7 +260,6 @@ class NewRanks:
 
     @property
     def folders(self) -> list[Path]:
-        """The run's folder on each drive."""
         return [Path(drive).absolute() / self.run for drive in self.drives]
 
     def model_files(

@@ -59,7 +59,6 @@ class Tensor(NamedTuple):
 
     @property
     def nbytes(self) -> int:
-        """Size in bytes."""
         return math.prod(self.shape) * self.dtype.itemsize
 
 

@@ -100,7 +100,6 @@ class StoredTensor(NamedTuple):
 
     @property
     def numel(self) -> int:
-        """Number of elements."""
         return math.prod(self.shape)
 
     @property
@@ -337,12 +336,7 @@ _VALUES = frozenset(
 )
 """Instructions whose argument is the value."""
 _CONSTANTS = {"NONE": None, "NEWTRUE": True, "NEWFALSE": False}
-_EMPTY: dict[str, Callable[[], Any]] = {
-    "EMPTY_LIST": list,
-    "EMPTY_DICT": dict,
-    "EMPTY_TUPLE": tuple,
-    "EMPTY_SET": set,
-}
+_EMPTY: dict[str, Callable[[], Any]] = {"EMPTY_LIST": list, "EMPTY_DICT": dict, "EMPTY_TUPLE": tuple, "EMPTY_SET": set}
 _TUPLES = {"TUPLE1": 1, "TUPLE2": 2, "TUPLE3": 3}
 _PUTS, _GETS = ("BINPUT", "LONG_BINPUT"), ("BINGET", "LONG_BINGET")
 _REBUILD = ("torch._utils._rebuild_tensor_v2",)
@@ -652,7 +646,6 @@ class TorchFileWriter:
                 self._zip.writestr(f"{_ROOT}/{name}", value)
 
     def begin(self) -> None:
-        """Begins the next tensor."""
         with self._naming_errors():
             self._end()
             info = zipfile.ZipInfo(f"{_ROOT}/data/{self._next}")

@@ -286,11 +286,7 @@ def _engine(
     decays = isinstance(decay, int | float) and decay
     groups = decay_groups(model.parameters(), decay) if decays else None
     engine = start(
-        model=model,
-        model_parameters=groups,
-        config=content,
-        beside=forecast.beside,
-        whole_steps=forecast.whole_steps,
+        model=model, model_parameters=groups, config=content, beside=forecast.beside, whole_steps=forecast.whole_steps
     ).engine
     if rank:
         # Each rank needs other dropout masks. The first call of a resumed engine restores the saved state.

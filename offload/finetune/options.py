@@ -110,7 +110,6 @@ class Options:
 
     @property
     def length(self) -> int:
-        """Tokens of a row."""
         return self.seq_len or DEFAULT_SEQ_LEN
 
     @property

@@ -73,11 +73,7 @@ def memory() -> dict[str, Any]:
     limits = [
         limit.nbytes for limit in cgroup_limits() if limit.nbytes < total
     ]  # older kernels report 2**63 for no limit
-    return {
-        "total_bytes": total,
-        "limit_bytes": min(limits, default=None),
-        "free_bytes": free_host_memory(),
-    }
+    return {"total_bytes": total, "limit_bytes": min(limits, default=None), "free_bytes": free_host_memory()}
 
 
 def nodes(system: Path = _SYSTEM) -> list[dict[str, Any]]:

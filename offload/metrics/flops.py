@@ -255,7 +255,6 @@ class StepProfiler:
         self._of_a_sample: float | None = None
 
     def begin(self) -> None:
-        """Begins the first step."""
         self._begin_step()
 
     def _begin_step(self) -> None:

@@ -31,7 +31,7 @@ from collections import defaultdict
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from types import MappingProxyType
-from typing import IO, Any, NamedTuple, Protocol
+from typing import IO, Any, NamedTuple
 
 from offload.config import Config
 from offload.errors import ConfigError
@@ -74,14 +74,33 @@ class EvaluationRecord(NamedTuple):
         return {"eval_loss": self.loss, "eval_seconds": self.seconds}
 
 
-class MetricWriter(Protocol):
-    """Interface of a destination of records. All calls come from one thread; another thread may create the writer."""
+class MetricWriter:
+    """A destination of records. All calls come from one thread; another thread may create the writer.
+
+    An exception of a method ends this writer, and nothing else.
+    """
+
+    _last: int | None = None
+    """Samples of the last record of this process."""
 
     def write(self, record: StepRecord) -> None:
-        """Writes one more record. An exception ends this writer, and nothing else."""
+        """Writes a record. Before the first one, and one after a return to an earlier step, calls `begin`."""
+        if self._last is None or record.samples <= self._last:
+            self.begin(record)
+        self.add(record)
+        self._last = record.samples
 
     def write_evaluation(self, evaluation: EvaluationRecord) -> None:
-        """Writes an evaluation after the record of its step. An exception has the effect that it has in `write`."""
+        """Writes an evaluation, unless it precedes the first record of this process, which would remove it."""
+        if self._last is not None:
+            self.add(evaluation)
+
+    def begin(self, first: StepRecord) -> None:
+        """Removes what was written of the steps from `first` on."""
+
+    def add(self, record: StepRecord | EvaluationRecord) -> None:
+        """Writes one more record."""
+        raise NotImplementedError
 
     def close(self) -> None:
         """Flushes and closes; no record follows."""
@@ -115,30 +134,21 @@ def _replaces(first: StepRecord) -> int:
     return first.samples if first.step > 1 else 0
 
 
-class TensorBoardWriter:
+class TensorBoardWriter(MetricWriter):
     """Writer of event files in `folder`, by torch's own writer."""
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
         self._files: Any = None
-        self._last = 0
 
-    def write(self, record: StepRecord) -> None:
-        """Writes a record. After a return to an earlier step, a new file tells the viewer to drop later points."""
-        if self._files is None or record.samples <= self._last:  # the viewer drops its points from here on
-            self.close()
-            # Imported on first use: the package is optional, and its import is slow.
-            board = importlib.import_module("torch.utils.tensorboard")
-            self._files = board.SummaryWriter(str(self._folder), purge_step=_replaces(record))
-        self._add(record)
-        self._last = record.samples
+    def begin(self, first: StepRecord) -> None:
+        self.close()
+        # Imported on first use: the package is optional, and its import is slow.
+        board = importlib.import_module("torch.utils.tensorboard")
+        # A new file, from which on the viewer drops its points.
+        self._files = board.SummaryWriter(str(self._folder), purge_step=_replaces(first))
 
-    def write_evaluation(self, evaluation: EvaluationRecord) -> None:
-        """Writes an evaluation, unless it precedes the first record of this process: the viewer would drop it."""
-        if self._files is not None:
-            self._add(evaluation)
-
-    def _add(self, record: StepRecord | EvaluationRecord) -> None:
+    def add(self, record: StepRecord | EvaluationRecord) -> None:
         for name, value in events(record).items():
             self._files.add_scalar(name, value, record.samples)
         # Flushed after each step, so that the viewer follows and a kill loses little.
@@ -150,28 +160,18 @@ class TensorBoardWriter:
             self._files = None
 
 
-class CsvWriter:
+class CsvWriter(MetricWriter):
     """Writer of a CSV file for each event in `folder`, with lines `step,value`; step counts samples."""
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
-        self._last: int | None = None
 
-    def write(self, record: StepRecord) -> None:
-        """Writes a record. The first one, and one after a return to an earlier step, cuts the files first."""
-        if self._last is None or record.samples <= self._last:
-            self._folder.mkdir(parents=True, exist_ok=True)
-            for path in sorted(self._folder.glob("*.csv")):
-                cut(path, _replaces(record))
-        self._add(record)
-        self._last = record.samples
+    def begin(self, first: StepRecord) -> None:
+        self._folder.mkdir(parents=True, exist_ok=True)
+        for path in sorted(self._folder.glob("*.csv")):
+            cut(path, _replaces(first))
 
-    def write_evaluation(self, evaluation: EvaluationRecord) -> None:
-        """Writes an evaluation, unless it precedes the first record of this process, which cuts the files."""
-        if self._last is not None:
-            self._add(evaluation)
-
-    def _add(self, record: StepRecord | EvaluationRecord) -> None:
+    def add(self, record: StepRecord | EvaluationRecord) -> None:
         for event, value in events(record).items():
             path, header = self._folder / f"{event.replace('/', '_')}.csv", ("step", event.rpartition("/")[2])
             # Opened for each record, so that a kill loses at most one line.
@@ -180,9 +180,6 @@ class CsvWriter:
                 if file.tell() == 0:
                     lines.writerow(header)
                 lines.writerow((record.samples, value))
-
-    def close(self) -> None:
-        pass  # each record closes its files
 
 
 def cut(path: Path, samples: int) -> None:
@@ -220,42 +217,29 @@ def _samples_of(text: str) -> float:
         return math.inf
 
 
-class JsonWriter:
+class JsonWriter(MetricWriter):
     """Writer of a file with a JSON object for each step, from which `offload report` makes a page."""
 
     def __init__(self, path: Path, about: Mapping[str, Any]) -> None:
-        """Prepares the writer. Each process writes the facts `about` the run into its first line."""
-        self._path, self._about = path, about
-        self._last: int | None = None
+        """Prepares the writer. Each process writes the facts `about` the run into its first line: they may differ."""
+        self._path, self._about = path, {"about": about}
         self._lock: IO[str] | None = None
         """The file, open while no other run may write to it."""
 
-    def write(self, record: StepRecord) -> None:
-        """Writes a record. The first one, and one after a return to an earlier step, cuts the file first."""
-        # The facts may differ between the processes of a run, so each process writes them again.
-        more: dict[str, Any] = {} if self._last is not None else {"about": self._about}
-        if self._last is None or record.step <= self._last:
-            self.close()  # a log that is cut is a new file, whose lock is another one
-            if (earlier := cut_log(self._path, record.step - 1)) is not None:
-                announce(Headline(f"the log of an earlier run is now {earlier}"))
-            self._lock = hold_log(self._path)
-        self._add(
-            {"step": record.step, "samples": record.samples, "time": time.time()},
-            record.values,
-            drives=dict(record.drives),
-            **more,
-        )
-        self._last = record.step
+    def begin(self, first: StepRecord) -> None:
+        self.close()  # a log that is cut is a new file, whose lock is another one
+        if (earlier := cut_log(self._path, first.step - 1)) is not None:
+            announce(Headline(f"the log of an earlier run is now {earlier}"))
+        self._lock = hold_log(self._path)
 
-    def write_evaluation(self, evaluation: EvaluationRecord) -> None:
-        """Writes an evaluation, unless it precedes the first record of this process, which cuts the file."""
-        if self._last is not None:
-            self._add({"step": evaluation.step, "time": time.time()}, evaluation.values)
-
-    def _add(self, head: Mapping[str, Any], values: Mapping[str, float], **more: Any) -> None:
+    def add(self, record: StepRecord | EvaluationRecord) -> None:
+        content: dict[str, Any] = {"step": record.step, "time": time.time()}
+        if isinstance(record, StepRecord):
+            content |= {"samples": record.samples, "drives": dict(record.drives), **self._about}
+            self._about = {}
         # Opened for each line, so that a kill loses at most one.
         with self._path.open("a", encoding="utf-8") as file:
-            file.write(json_line({**head, **values, **more}) + "\n")
+            file.write(json_line(content | dict(record.values)) + "\n")
 
     def close(self) -> None:
         """Lets other runs write to the file."""
@@ -264,7 +248,7 @@ class JsonWriter:
             self._lock = None
 
 
-class WandbWriter:
+class WandbWriter(MetricWriter):
     """Writer to a run of Weights & Biases: the run that the user has begun, or one of our own, which `close` ends."""
 
     def __init__(self, **settings: str | None) -> None:
@@ -279,11 +263,10 @@ class WandbWriter:
                 '"wandb" block out'
             ) from error
 
-    def write(self, record: StepRecord) -> None:
+    def add(self, record: StepRecord | EvaluationRecord) -> None:
         self._run.log(events(record), step=record.samples)  # wandb ignores a step below its newest
 
-    def write_evaluation(self, evaluation: EvaluationRecord) -> None:
-        self._run.log(events(evaluation), step=evaluation.samples)
+    write_evaluation = add
 
     def close(self) -> None:
         """Ends the run if we began it."""
@@ -291,14 +274,9 @@ class WandbWriter:
             self._run.finish()
 
 
-# -- reporter ------------------------------------------------------------------------------------------
-
-
-logger = logging.getLogger("offload")
-
-
 # -- line for people ----------------------------------------------------------------------------------
 
+logger = logging.getLogger("offload")
 _PHASES = ("forward", "backward", "step")
 
 
@@ -329,12 +307,6 @@ class ConsoleWriter:
             self._since.clear()
             self._steps = 0
             show(line(record, mean, mean["samples"], self._memory), logger)
-
-    def write_evaluation(self, evaluation: EvaluationRecord) -> None:
-        pass  # the loop that evaluates shows its result itself
-
-    def close(self) -> None:
-        pass  # every line is written at once
 
 
 def line(record: StepRecord, mean: Mapping[str, float], samples: float, memory: bool) -> str:
@@ -438,7 +410,7 @@ _MOST_PENDING = 1024
 class Reporter:
     """Distributor of each record to a line and to writers. All methods belong to the thread that trains."""
 
-    def __init__(self, shown: MetricWriter | None, writers: Mapping[str, Callable[[], MetricWriter]]) -> None:
+    def __init__(self, shown: ConsoleWriter | None, writers: Mapping[str, Callable[[], MetricWriter]]) -> None:
         """Stores the line and the factory of each writer by its name in warnings; `open` calls the factories."""
         self._shown, self._makers = shown, writers
         # None ends the thread.
@@ -464,7 +436,6 @@ class Reporter:
             self._thread.start()
 
     def report(self, record: StepRecord) -> None:
-        """Shows the record, and queues it for the writers."""
         if self._shown is not None:
             try:
                 self._shown.write(record)
@@ -475,7 +446,6 @@ class Reporter:
             self._records.put(record)
 
     def report_evaluation(self, evaluation: EvaluationRecord) -> None:
-        """Queues an evaluation for the writers."""
         if self._thread is not None:
             self._records.put(evaluation)
 

@@ -94,7 +94,6 @@ class Initializer(NamedTuple):
         return next((argument for argument in reversed(self.arguments) if isinstance(argument, nn.Module)), self.owner)
 
     def __call__(self) -> None:
-        """Makes the values."""
         getattr(self.owner, self.name)(*self.arguments)
 
 
@@ -196,9 +195,7 @@ class Origin(Protocol):
     """Source of the values of a parameter."""
 
     @property
-    def shape(self) -> tuple[int, ...]:
-        """Shape of the parameter."""
-        ...
+    def shape(self) -> tuple[int, ...]: ...
 
     def pieces(self, part: range | None = None) -> Iterator[tuple[int, torch.Tensor]]:
         """Yields values in order, as tensors (n,) on the CPU, each with the position of its first element.
@@ -405,7 +402,6 @@ def _as_part(result: Any, tensor: DeferredParameter) -> Any:
 
 
 def _refusal(what: str) -> UsageError:
-    """Returns the error for a use that needs values."""
     return UsageError(
         f"{what} needs the values of a parameter that does not contain any yet: offload.initialize fills those of "
         "offload.load_pretrained and offload.init, so call it first; code that needs values before, as PiSSA, OLoRA "

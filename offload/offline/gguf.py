@@ -127,7 +127,6 @@ class GgufPlan:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of all tensors."""
         return sum(tensor.nbytes for tensor in self.tensors)
 
     def write(self, out: Path, progress: Callable[[int], None] = lambda _: None) -> None:

@@ -174,7 +174,6 @@ class MergePlan:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of all tensors."""
         return sum(stored.place.tensor.nbytes for stored in self.tensors.values())
 
     def write(self, out: Path, progress: Callable[[int], None] = lambda _: None) -> tuple[str, ...]:

@@ -58,9 +58,7 @@ class AdamRule(FusedRule):
         return {**settings, "decoupled": block.type == "AdamW" or settings["adam_w_mode"]}
 
     def beside(self, optimizer: torch.optim.Optimizer, group: Mapping[str, Any]) -> dict[str, Any]:
-        return {
-            "decoupled": type(optimizer) is torch.optim.AdamW or bool(group.get("decoupled_weight_decay")),
-        }
+        return {"decoupled": type(optimizer) is torch.optim.AdamW or bool(group.get("decoupled_weight_decay"))}
 
 
 class SGDRule(FusedRule):

@@ -385,7 +385,6 @@ class _SignSteps(InOnePass):
         return join({state: tile.states[state][chunk.part] for state in self._mode.weights})
 
     def _add(self, tile: TileContent, chunk: _Chunk, values: torch.Tensor) -> None:
-        """Adds values to the masters of a chunk."""
         states = {state: tile.states[state][chunk.part] for state in self._mode.weights}
         master = join(states).add_(values)
         if master.data_ptr() != states[State.WEIGHT].data_ptr():

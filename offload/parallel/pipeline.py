@@ -56,7 +56,6 @@ class _Branch:
         return self.nodes[position].register_prehook(hook)
 
     def run(self) -> None:
-        """Gives the weights their gradients."""
         pairs = [
             (GradientEdge(node, output), gradient)
             for position, node in enumerate(self.nodes)

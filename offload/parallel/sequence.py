@@ -68,12 +68,10 @@ class SequenceParallel:
 
     @property
     def size(self) -> int:
-        """Number of parts of a sequence."""
         return self.group.size
 
     @property
     def part(self) -> int:
-        """Number of this rank's part."""
         return self.group.rank
 
     def exchange(self, sent: torch.Tensor) -> torch.Tensor:

@@ -475,7 +475,6 @@ class ShardedViews(Extension):
         ]
 
     def remove(self) -> None:
-        """Removes the hooks."""
         self.abandon()
         while self._removers:
             self._removers.pop()()

@@ -23,11 +23,7 @@ class PipelinePlace(NamedTuple):
 
 
 def form_grid(
-    everyone: Ranks,
-    row: Sequence[int],
-    sharded: frozenset[str],
-    pipeline: PipelinePlace,
-    dims: Mapping[str, int] = {},
+    everyone: Ranks, row: Sequence[int], sharded: frozenset[str], pipeline: PipelinePlace, dims: Mapping[str, int] = {}
 ) -> World:
     """Divides all processes into rows and columns. Collective.
 

@@ -499,7 +499,6 @@ class Room(NamedTuple):
     drives: bool = True
 
     def has(self, needed: Need) -> bool:
-        """Returns True if there is room for `needed` in every tier."""
         on_device = needed.device + (needed.host if self.one_memory else 0)
         return on_device <= self.device and needed.host <= self.host and needed.disk <= self.disk
 

@@ -84,7 +84,6 @@ class Memory:
 
     @property
     def budget(self) -> DriveBudget | None:
-        """The budget of the bytes that the run writes."""
         text = self.config.offload.drive_budget
         return None if text is None else DriveBudget.of(text)
 

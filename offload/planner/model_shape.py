@@ -62,7 +62,6 @@ class Experts(NamedTuple):
 
     @property
     def number(self) -> int:
-        """Returns the number of experts."""
         return len(self.units) * self.of_unit
 
     def visited(self, tokens: int) -> float:
@@ -907,12 +906,7 @@ def from_adapted(
 
 
 def _of_adapted(
-    name: str,
-    config: Any,
-    adapters: Adapters,
-    sequence: int,
-    dtype: torch.dtype,
-    units: Division | Sequence[str],
+    name: str, config: Any, adapters: Adapters, sequence: int, dtype: torch.dtype, units: Division | Sequence[str]
 ) -> Shape:
     with torch.device("meta"):
         model = adapters.make(model_of(config, dtype))

@@ -817,7 +817,6 @@ def without_room(ways: Sequence[Reach | Longest]) -> list[str]:
 
 
 def _has_room(length: Reach | Longest) -> bool:
-    """Returns True if a sequence of some length fits."""
     return bool(length.sequence or length.sequence_chunked)
 
 

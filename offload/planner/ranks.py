@@ -89,7 +89,6 @@ class Traffic(NamedTuple):
 
     @property
     def nbytes(self) -> int:
-        """Bytes of all kinds."""
         return sum(sent.nbytes for sent in self)
 
 

@@ -140,12 +140,7 @@ def _budgets(shape: Shape, hardware: Hardware, load: Load, content: Mapping[str,
 
 
 def _longest(
-    shape: Shape,
-    hardware: Hardware,
-    load: Load,
-    placed: Sequence[Mapping[str, Any]],
-    way: Way,
-    chunked: bool | None,
+    shape: Shape, hardware: Hardware, load: Load, placed: Sequence[Mapping[str, Any]], way: Way, chunked: bool | None
 ) -> Longest:
     contents = [with_way(content, way, hardware) for content in placed]
     lengths = [

@@ -108,7 +108,6 @@ class Planned(NamedTuple):
         return sum(self.peak)
 
     def with_block(self, **changes: Any) -> dict[str, Any]:
-        """Returns the config with other values in the block "offload"."""
         return {**self.content, "offload": {**self.content.get("offload", {}), **changes}}
 
 
@@ -278,13 +277,7 @@ def _settled(
     in_turns: bool,
 ) -> Memory:
     return settle(
-        layouts,
-        config.content,
-        room,
-        accumulation,
-        matrices=matrices,
-        speculate=speculate,
-        in_turns=in_turns,
+        layouts, config.content, room, accumulation, matrices=matrices, speculate=speculate, in_turns=in_turns
     )
 
 

@@ -431,7 +431,6 @@ def _check(request: PlanRequest) -> None:
 
 
 def _shape(request: PlanRequest, dtype: torch.dtype, units: Division) -> Shape:
-    """Returns the model in numbers."""
     if request.model is not None:
         if request.parameters is not None or request.layers is not None:
             raise ConfigError("give --model, or --parameters and --layers, not both")

@@ -26,31 +26,13 @@ from offload.layout.memory_plan import limits, unit_sizes
 from offload.layout.modes import Mode
 from offload.layout.optimizer_states import cuts, product_flops
 from offload.layout.pass_order import LAYER_MAJOR, ScheduleChoice, choose_schedule
-from offload.planner.activations import (
-    Load,
-    Wish,
-    moving,
-    need,
-    of_chunks,
-    of_tiles,
-    recomputed,
-    room_of,
-    within,
-)
+from offload.planner.activations import Load, Wish, moving, need, of_chunks, of_tiles, recomputed, room_of, within
 from offload.planner.hardware import Hardware
 from offload.planner.memory import Memory
 from offload.planner.model_shape import Shape, drawn, tied_in_pieces
 from offload.planner.simulation.machine import Moved, SimulatedRates, Waited
 from offload.planner.simulation.pager import Expected
-from offload.planner.simulation.simulate import (
-    Input,
-    Simulation,
-    Use,
-    buffer_budgets,
-    simulate,
-    staying,
-    update_costs,
-)
+from offload.planner.simulation.simulate import Input, Simulation, Use, buffer_budgets, simulate, staying, update_costs
 from offload.planner.simulation.updater import UpdateCost
 from offload.report import phases
 from offload.states import State, Tier
@@ -327,12 +309,7 @@ NO_SUMS = Sums()
 
 
 def backward_seconds(
-    each: Pass,
-    completes: bool,
-    parts_numel: Sequence[int],
-    hardware: Hardware,
-    recompute: bool,
-    sums: Sums = NO_SUMS,
+    each: Pass, completes: bool, parts_numel: Sequence[int], hardware: Hardware, recompute: bool, sums: Sums = NO_SUMS
 ) -> float:
     """Returns the seconds of one use's backward, including sums and copies of its unit's gradient.
 
@@ -509,12 +486,7 @@ def _forward(each: Pass) -> Use:
 
 
 def _append(
-    found: list[Use],
-    first: Sequence[Pass],
-    position: int,
-    seconds: float,
-    completes: tuple[int, ...],
-    recompute: bool,
+    found: list[Use], first: Sequence[Pass], position: int, seconds: float, completes: tuple[int, ...], recompute: bool
 ) -> None:
     """Appends a use of a backward, after those of a recomputation that has uses of its own.
 
@@ -708,10 +680,7 @@ def _predict(memory: Memory, shape: Shape, hardware: Hardware, load: Load, coars
         limits(memory.config, memory.mode),
         rates,
         memory.placement.overlaps_updates(
-            memory.config.offload.debug.overlap,
-            on_cpu=hardware.on_cpu,
-            alone=memory.parts.alone,
-            slots=memory.slots,
+            memory.config.offload.debug.overlap, on_cpu=hardware.on_cpu, alone=memory.parts.alone, slots=memory.slots
         ),
         tile_numel,
         early,
@@ -780,11 +749,7 @@ def _miss_seconds(found: Simulation, costs: Sequence[UpdateCost | None], rates: 
 
 
 def _busy(
-    found: Simulation,
-    costs: Sequence[UpdateCost | None],
-    rates: SimulatedRates,
-    compute: float,
-    hardware: Hardware,
+    found: Simulation, costs: Sequence[UpdateCost | None], rates: SimulatedRates, compute: float, hardware: Hardware
 ) -> dict[str, float]:
     on_link = defaultdict(float, found.busy)
     # Both directions of the link work at once.
@@ -851,10 +816,7 @@ def _tile_numel(memory: Memory, most: int = _TILES_OF_A_UNIT) -> int:
 
 
 def _least(
-    passes: Sequence[Sequence[Use]],
-    memory: Memory,
-    costs: Sequence[UpdateCost | None],
-    rates: SimulatedRates,
+    passes: Sequence[Sequence[Use]], memory: Memory, costs: Sequence[UpdateCost | None], rates: SimulatedRates
 ) -> float:
     opening, *others = passes
     return least(opening, others, memory, costs, rates, _tile_numel(memory), bool(memory.early_units))

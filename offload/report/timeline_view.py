@@ -185,7 +185,6 @@ def rows(window: Window) -> Markup:
 
 
 def _bar(span: Span, window: Window, scale: float, y: int, color: str, early: bool) -> str:
-    """Returns a span as a rectangle, cut to the window."""
     left = _LEFT + max(span.start - window.start, 0) * scale
     right = _LEFT + min(span.end - window.start, window.end - window.start) * scale
     return (

@@ -298,7 +298,7 @@ def test_monitors_are_enabled_beside_the_settings_of_the_file() -> None:
 
 
 def test_the_job_has_the_options_of_the_command_and_their_defaults() -> None:
-    typed = {each.name: each.default for each in dataclasses.fields(TrainOptions)}
+    typed = {each.name: getattr(each.default, "default", each.default) for each in dataclasses.fields(TrainOptions)}
     del typed["json_output"], typed["recipe"]  # of the command alone
     asked = {each.name: each.default for each in dataclasses.fields(Options)}
     several = {name for name, default in asked.items() if default == ()}

@@ -13,11 +13,11 @@ import torch
 from torch import nn
 
 import offload
-from offload.config import OPTIMIZER_DEFAULTS, Aio, Config, ZeroOptimization, document, load_config, read_json
+from offload.config import OPTIMIZER_DEFAULTS, Aio, Config, ZeroOptimization, load_config, read_json
 from offload.config.edit import set_in_block
 from offload.errors import ConfigError, UsageError
 from offload.sizes import GIB, count_of, parse_size
-from tests import ROOT
+from tests.pages.configuration_page import PAGE, document
 from tests.support.processes.device_process import engine_device
 
 ZERO3 = {
@@ -199,8 +199,7 @@ def test_a_block_of_somebody_else_is_named_and_ignored() -> None:
 
 
 def test_the_documentation_is_up_to_date() -> None:
-    written = ROOT / "docs" / "reference" / "configuration.md"
-    assert written.read_text() == document(), "run `python -m offload.config`"
+    assert PAGE.read_text() == document(), "run `python -m tests.pages.configuration_page`"
 
 
 def test_every_key_is_documented() -> None:

@@ -200,11 +200,7 @@ def plain(job: TrainJob, contender: Contender) -> Trainer:
         parameters=sum(parameter.numel() for parameter in parameters),
         vocabulary=model.config.vocab_size,
         step=lambda batches: in_phases(
-            job,
-            batches,
-            lambda batch: model(**batch).loss,
-            lambda loss: (loss / job.micro_batches).backward(),
-            update,
+            job, batches, lambda batch: model(**batch).loss, lambda loss: (loss / job.micro_batches).backward(), update
         ),
     )
 

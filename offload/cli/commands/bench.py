@@ -14,7 +14,7 @@ import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Any
 
 import typer
 from typer.core import TyperGroup
@@ -59,23 +59,19 @@ def check_plot(path: Path | None) -> None:
 
 @bench.command("io", cls=Command)
 def bench_io(
-    paths: Annotated[list[str], typer.Argument(help="Folders, one for each drive: one file over all of them.")],
-    backend: Annotated[
-        list[str] | None,
-        typer.Option(
-            help="io_uring, libaio, threads; for comparison aiofiles, python-libaio. May repeat. [default: all of ours]"
-        ),
-    ] = None,
-    op: Annotated[list[str] | None, typer.Option(help="write, read, mixed; may repeat. [default: all]")] = None,
-    block_size: Annotated[
-        list[str] | None, typer.Option(help="Bytes of a block; may repeat. [default: 1MiB, 4MiB]")
-    ] = None,
-    depth: Annotated[list[int] | None, typer.Option(help="Blocks in flight; may repeat. [default: 8, 32]")] = None,
-    size: Annotated[str, typer.Option(help="Bytes of the file, and of memory.")] = "1GiB",
-    request: Annotated[str, typer.Option(help="Bytes of one request to the queue.")] = "16MiB",
-    rounds: Annotated[int, typer.Option(help="Rounds; each runs all contenders in turns.")] = 3,
-    fio: Annotated[bool, typer.Option(help="Run fio beside, where it is installed.")] = True,
-    plot: Annotated[Path | None, typer.Option(metavar="FILE", help="Draw the result: .png, .svg or .pdf.")] = None,
+    paths: list[str] = typer.Argument(help="Folders, one for each drive: one file over all of them."),
+    backend: list[str] | None = typer.Option(
+        None,
+        help="io_uring, libaio, threads; for comparison aiofiles, python-libaio. May repeat. [default: all of ours]",
+    ),
+    op: list[str] | None = typer.Option(None, help="write, read, mixed; may repeat. [default: all]"),
+    block_size: list[str] | None = typer.Option(None, help="Bytes of a block; may repeat. [default: 1MiB, 4MiB]"),
+    depth: list[int] | None = typer.Option(None, help="Blocks in flight; may repeat. [default: 8, 32]"),
+    size: str = typer.Option("1GiB", help="Bytes of the file, and of memory."),
+    request: str = typer.Option("16MiB", help="Bytes of one request to the queue."),
+    rounds: int = typer.Option(3, help="Rounds; each runs all contenders in turns."),
+    fio: bool = typer.Option(True, help="Run fio beside, where it is installed."),
+    plot: Path | None = typer.Option(None, metavar="FILE", help="Draw the result: .png, .svg or .pdf."),
     json_output: Json = False,
 ) -> None:
     """Measure reads, writes and both at once on a drive, beside fio.
@@ -134,20 +130,16 @@ def _io_cells(row: Any) -> list[str]:
 
 @bench.command("adam", cls=Command)
 def bench_adam(
-    numel: Annotated[str, typer.Option(help="Parameters, as 64Mi or 250M.")] = "64Mi",
-    dtype: Annotated[
-        list[str] | None, typer.Option(help="Weights: bf16, fp32, fp16; may repeat. [default: bf16]", **dtypes())
-    ] = None,
-    grad_dtype: Annotated[
-        list[str] | None, typer.Option(help="Gradients; may repeat. [default: as weights]", **dtypes())
-    ] = None,
-    moments: Annotated[list[str] | None, typer.Option(help="fp32, bf16, int8; may repeat. [default: fp32]")] = None,
-    threads: Annotated[list[int] | None, typer.Option(help="May repeat. [default: 1 and all cores]")] = None,
-    isa: Annotated[
-        list[str] | None, typer.Option(help="scalar, avx2, avx512, neon; may repeat. [default: the best]")
-    ] = None,
-    rounds: Annotated[int, typer.Option(help="Rounds; each runs all contenders in turns.")] = 7,
-    plot: Annotated[Path | None, typer.Option(metavar="FILE", help="Draw the result: .png, .svg or .pdf.")] = None,
+    numel: str = typer.Option("64Mi", help="Parameters, as 64Mi or 250M."),
+    dtype: list[str] | None = typer.Option(
+        None, help="Weights: bf16, fp32, fp16; may repeat. [default: bf16]", **dtypes()
+    ),
+    grad_dtype: list[str] | None = typer.Option(None, help="Gradients; may repeat. [default: as weights]", **dtypes()),
+    moments: list[str] | None = typer.Option(None, help="fp32, bf16, int8; may repeat. [default: fp32]"),
+    threads: list[int] | None = typer.Option(None, help="May repeat. [default: 1 and all cores]"),
+    isa: list[str] | None = typer.Option(None, help="scalar, avx2, avx512, neon; may repeat. [default: the best]"),
+    rounds: int = typer.Option(7, help="Rounds; each runs all contenders in turns."),
+    plot: Path | None = typer.Option(None, metavar="FILE", help="Draw the result: .png, .svg or .pdf."),
     json_output: Json = False,
 ) -> None:
     """Measure the AdamW step on the CPU. Beside memory, torch, and DeepSpeed where it is installed.
@@ -188,41 +180,37 @@ def _adam_cells(row: Any) -> list[str]:
 class SwapOptions:
     """Options of `offload bench swap` as they are typed. None stands for an option that was not given."""
 
-    paths: Annotated[list[str], typer.Argument(help="Folders for swap files, one for each drive.")]
-    units: Annotated[int, typer.Option(help="Layers of the simulated model.")] = 16
-    unit_size: Annotated[str, typer.Option(help="Bytes of a layer's weights, two for each parameter.")] = "64MiB"
-    compute_ms: Annotated[
-        list[float] | None,
-        typer.Option(
-            help="Milliseconds that a layer computes in a forward; its backward takes twice as long. May repeat. "
-            "[default: 50]"
-        ),
-    ] = None
-    accumulation: Annotated[int, typer.Option(help="Micro-batches of a step.")] = 1
-    weights: Annotated[str, typer.Option(help="Tier of the weights: none, cpu, nvme.")] = "nvme"
-    states: Annotated[str, typer.Option(help="Tier of the optimizer states: none, cpu, nvme.")] = "nvme"
-    durability: Annotated[
-        str, typer.Option(help="step: two slots of all states; none: one, in place; auto: step where it fits.")
-    ] = "auto"
-    host_memory: Annotated[str | None, typer.Option(help="Host budget. [default: what is needed]")] = None
-    device_memory: Annotated[str | None, typer.Option(help="Device budget. [default: three layers]")] = None
-    overlap: Annotated[
-        bool, typer.Option("--overlap/--no-overlap", help="Run updates beside the next forward, or before it.")
-    ] = True
-    busy: Annotated[bool, typer.Option("--busy", help="Keep a core busy for compute, as on a CPU.")] = False
-    in_memory: Annotated[
-        bool | None,
-        typer.Option(
-            "--in-memory/--no-in-memory",
-            help="Measure compute by the same model in memory, or calculate it. [default: where it fits]",
-        ),
-    ] = None
-    steps: Annotated[int, typer.Option(help="Steps of each round that count; two before them do not.")] = 4
-    rounds: Annotated[int, typer.Option(help="Rounds; each runs all contenders in turns.")] = 3
-    backend: Annotated[str, typer.Option(help="auto, io_uring, libaio, threads.")] = "auto"
-    block_size: Annotated[str | None, typer.Option(help="Bytes of a block. [default: the backend's]")] = None
-    depth: Annotated[int | None, typer.Option(help="Blocks in flight. [default: the backend's]")] = None
-    probe_size: Annotated[str, typer.Option(help="Bytes of the file by which the drive is measured.")] = "256MiB"
+    paths: list[str] = typer.Argument(help="Folders for swap files, one for each drive.")
+    units: int = typer.Option(16, help="Layers of the simulated model.")
+    unit_size: str = typer.Option("64MiB", help="Bytes of a layer's weights, two for each parameter.")
+    compute_ms: list[float] | None = typer.Option(
+        None,
+        help="Milliseconds that a layer computes in a forward; its backward takes twice as long. May repeat. "
+        "[default: 50]",
+    )
+    accumulation: int = typer.Option(1, help="Micro-batches of a step.")
+    weights: str = typer.Option("nvme", help="Tier of the weights: none, cpu, nvme.")
+    states: str = typer.Option("nvme", help="Tier of the optimizer states: none, cpu, nvme.")
+    durability: str = typer.Option(
+        "auto", help="step: two slots of all states; none: one, in place; auto: step where it fits."
+    )
+    host_memory: str | None = typer.Option(None, help="Host budget. [default: what is needed]")
+    device_memory: str | None = typer.Option(None, help="Device budget. [default: three layers]")
+    overlap: bool = typer.Option(
+        True, "--overlap/--no-overlap", help="Run updates beside the next forward, or before it."
+    )
+    busy: bool = typer.Option(False, "--busy", help="Keep a core busy for compute, as on a CPU.")
+    in_memory: bool | None = typer.Option(
+        None,
+        "--in-memory/--no-in-memory",
+        help="Measure compute by the same model in memory, or calculate it. [default: where it fits]",
+    )
+    steps: int = typer.Option(4, help="Steps of each round that count; two before them do not.")
+    rounds: int = typer.Option(3, help="Rounds; each runs all contenders in turns.")
+    backend: str = typer.Option("auto", help="auto, io_uring, libaio, threads.")
+    block_size: str | None = typer.Option(None, help="Bytes of a block. [default: the backend's]")
+    depth: int | None = typer.Option(None, help="Blocks in flight. [default: the backend's]")
+    probe_size: str = typer.Option("256MiB", help="Bytes of the file by which the drive is measured.")
     json_output: Json = False
 
 
@@ -304,34 +292,28 @@ def _engines_silent() -> Iterator[None]:
 class GpuOptions:
     """Options of `offload bench gpu` as they are typed. None stands for an option that was not given."""
 
-    folder: Annotated[str, typer.Argument(help="Folder for swap files, on the drive to measure.")] = "."
-    budget_minutes: Annotated[float, typer.Option(help="Minutes that the command may take.")] = 8.0
-    output: Annotated[Path, typer.Option(metavar="FILE", help="File for all figures, as JSON.")] = Path(
-        "bench-gpu.json"
+    folder: str = typer.Argument(".", help="Folder for swap files, on the drive to measure.")
+    budget_minutes: float = typer.Option(8.0, help="Minutes that the command may take.")
+    output: Path = typer.Option(Path("bench-gpu.json"), metavar="FILE", help="File for all figures, as JSON.")
+    model: str = typer.Option("llama-1b", help="Preset whose steps are timed.")
+    batch_size: int | None = typer.Option(None, help="Sequences of a step. [default: as fit, at most 8]")
+    seq_len: int | None = typer.Option(None, help="Tokens of a sequence. [default: as fit, 4096 at most]")
+    micro_batches: int | None = typer.Option(None, help="Micro-batches of a step. [default: as the part has]")
+    loop: str = typer.Option(
+        "train_batch",
+        help="train_batch: the engine gets all micro-batches of a step, as from Trainer; micro_batches: engine, "
+        "backward and step for each; both: one after the other.",
     )
-    model: Annotated[str, typer.Option(help="Preset whose steps are timed.")] = "llama-1b"
-    batch_size: Annotated[int | None, typer.Option(help="Sequences of a step. [default: as fit, at most 8]")] = None
-    seq_len: Annotated[int | None, typer.Option(help="Tokens of a sequence. [default: as fit, 4096 at most]")] = None
-    micro_batches: Annotated[int | None, typer.Option(help="Micro-batches of a step. [default: as the part has]")] = (
-        None
+    moments: str | None = typer.Option(None, help="fp32, bf16, int8. [default: as the part has]")
+    grad_dtype: str | None = typer.Option(
+        None, help="Sums of gradients: fp32, bf16. [default: the engine's]", **dtypes()
     )
-    loop: Annotated[
-        str,
-        typer.Option(
-            help="train_batch: the engine gets all micro-batches of a step, as from Trainer; micro_batches: engine, "
-            "backward and step for each; both: one after the other."
-        ),
-    ] = "train_batch"
-    moments: Annotated[str | None, typer.Option(help="fp32, bf16, int8. [default: as the part has]")] = None
-    grad_dtype: Annotated[
-        str | None, typer.Option(help="Sums of gradients: fp32, bf16. [default: the engine's]", **dtypes())
-    ] = None
-    steps: Annotated[int, typer.Option(help="Timed steps of a placement, fewer where time is short.")] = 8
-    nbytes: Annotated[str, typer.Option(help="Bytes of one copy.")] = "256MiB"
-    device: Annotated[str, typer.Option(help="cuda; cpu is a rehearsal that measures nothing of interest.")] = "cuda"
-    only: Annotated[
-        list[str] | None, typer.Option(help="Only parts whose names begin with this; may repeat. [default: all]")
-    ] = None
+    steps: int = typer.Option(8, help="Timed steps of a placement, fewer where time is short.")
+    nbytes: str = typer.Option("256MiB", help="Bytes of one copy.")
+    device: str = typer.Option("cuda", help="cuda; cpu is a rehearsal that measures nothing of interest.")
+    only: list[str] | None = typer.Option(
+        None, help="Only parts whose names begin with this; may repeat. [default: all]"
+    )
     json_output: Json = False
 
 
@@ -401,28 +383,25 @@ _LEAST_WIDTH = 180
 class TrainBenchOptions:
     """Options of `offload bench train` as they are typed. None stands for an option that was not given."""
 
-    folder: Annotated[Path, typer.Argument(help="Folder for swap files, on the drive to measure.")]
-    model: Annotated[str, typer.Option(help="Preset that is trained.")] = "gpt2-small"
-    batch_size: Annotated[int, typer.Option(help="Sequences of a micro-batch.")] = 1
-    seq_len: Annotated[int, typer.Option(help="Tokens of a sequence.")] = 256
-    micro_batches: Annotated[
-        int, typer.Option(help="Micro-batches of a step; with more than one layer-major order is measured too.")
-    ] = 1
-    dtype: Annotated[str, typer.Option(help="bf16, fp32; auto: the one that suits this machine.", **dtypes())] = "auto"
-    rounds: Annotated[int, typer.Option(help="Rounds; each runs all contenders in turns.")] = 5
-    steps: Annotated[int, typer.Option(help="Steps of a turn that count; two before them do not.")] = 3
-    recompute: Annotated[
-        bool, typer.Option("--recompute", help="Models compute their activations again in the backward.")
-    ] = False
-    gpu_memory: Annotated[
-        str | None, typer.Option(help="GPU memory that each contender but plain may take, as 24GiB. [default: all]")
-    ] = None
-    threads: Annotated[int | None, typer.Option(help="Threads of each contender. [default: all cores]")] = None
-    only: Annotated[
-        list[str] | None,
-        typer.Option(help="Only contenders whose names begin with this, and plain; may repeat. [default: all]"),
-    ] = None
-    plot: Annotated[Path | None, typer.Option(metavar="FILE", help="Draw the result: .png, .svg or .pdf.")] = None
+    folder: Path = typer.Argument(help="Folder for swap files, on the drive to measure.")
+    model: str = typer.Option("gpt2-small", help="Preset that is trained.")
+    batch_size: int = typer.Option(1, help="Sequences of a micro-batch.")
+    seq_len: int = typer.Option(256, help="Tokens of a sequence.")
+    micro_batches: int = typer.Option(
+        1, help="Micro-batches of a step; with more than one layer-major order is measured too."
+    )
+    dtype: str = typer.Option("auto", help="bf16, fp32; auto: the one that suits this machine.", **dtypes())
+    rounds: int = typer.Option(5, help="Rounds; each runs all contenders in turns.")
+    steps: int = typer.Option(3, help="Steps of a turn that count; two before them do not.")
+    recompute: bool = typer.Option(False, "--recompute", help="Models compute their activations again in the backward.")
+    gpu_memory: str | None = typer.Option(
+        None, help="GPU memory that each contender but plain may take, as 24GiB. [default: all]"
+    )
+    threads: int | None = typer.Option(None, help="Threads of each contender. [default: all cores]")
+    only: list[str] | None = typer.Option(
+        None, help="Only contenders whose names begin with this, and plain; may repeat. [default: all]"
+    )
+    plot: Path | None = typer.Option(None, metavar="FILE", help="Draw the result: .png, .svg or .pdf.")
     json_output: Json = False
 
 
@@ -474,16 +453,13 @@ def bench_train(typed: TrainBenchOptions) -> None:
 class CardOptions:
     """Options of `offload bench card` as they are typed. None stands for an option that was not given."""
 
-    folder: Annotated[Path, typer.Argument(help="Folder for swap files, on the drive to measure.")]
-    gpu_memory: Annotated[str | None, typer.Option(help="GPU memory that may be taken, as 24GiB. [default: all]")] = (
-        None
+    folder: Path = typer.Argument(help="Folder for swap files, on the drive to measure.")
+    gpu_memory: str | None = typer.Option(None, help="GPU memory that may be taken, as 24GiB. [default: all]")
+    minutes: float = typer.Option(12.0, help="Minutes that the command may take.")
+    only: list[str] | None = typer.Option(
+        None, help="Only these: models, which are presets, text, peers; may repeat. [default: all]"
     )
-    minutes: Annotated[float, typer.Option(help="Minutes that the command may take.")] = 12.0
-    only: Annotated[
-        list[str] | None,
-        typer.Option(help="Only these: models, which are presets, text, peers; may repeat. [default: all]"),
-    ] = None
-    output: Annotated[Path | None, typer.Option(metavar="FILE", help="Write all figures to a file, as JSON.")] = None
+    output: Path | None = typer.Option(None, metavar="FILE", help="Write all figures to a file, as JSON.")
     json_output: Json = False
 
 

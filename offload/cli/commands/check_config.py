@@ -7,7 +7,7 @@ import math
 import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Any
 
 import typer
 
@@ -28,8 +28,7 @@ _BATCH = ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumu
 
 
 def check_config(
-    config: Annotated[Path, typer.Argument(metavar="FILE", help="A DeepSpeed JSON file.")],
-    json_output: Json = False,
+    config: Path = typer.Argument(metavar="FILE", help="A DeepSpeed JSON file."), json_output: Json = False
 ) -> None:
     """List the effect of each key of a DeepSpeed JSON file. A key is honoured, ignored, off, refused or wrong.
 
@@ -59,7 +58,7 @@ def keys_of(file: Path) -> dict[str, Any]:
     "why" maps keys to reasons, for the keys with a reason.
     """
     from offload.config import examine, read_json
-    from offload.config.documentation import reasons
+    from offload.config.schema import reasons
 
     content = read_json(file)
     _, findings = examine(content)

@@ -12,7 +12,7 @@ import sys
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Any
 
 import typer
 
@@ -41,9 +41,9 @@ The imports take seconds, and a Ctrl-C during them has nothing to clean up.
 
 
 def run(
-    script: Annotated[str, typer.Argument(help="The script; with -m a module; or a command that starts scripts.")],
-    arguments: Annotated[list[str] | None, typer.Argument(help="Arguments of the script.")] = None,
-    module: Annotated[bool, typer.Option("-m", "--module", help="Run a module, as python -m does.")] = False,
+    script: str = typer.Argument(help="The script; with -m a module; or a command that starts scripts."),
+    arguments: list[str] | None = typer.Argument(None, help="Arguments of the script."),
+    module: bool = typer.Option(False, "-m", "--module", help="Run a module, as python -m does."),
 ) -> None:
     """Run a script of DeepSpeed, unmodified. In it `import deepspeed` means offload.deepspeed.
 
@@ -101,66 +101,44 @@ _ENVIRONMENT_FILE = ".deepspeed_env"
 class _Typed:
     """Options of `offload launch` as they are typed."""
 
-    script: Annotated[str, typer.Argument(help="The script; with --module a module.")]
-    arguments: Annotated[list[str] | None, typer.Argument(help="Arguments of the script.")] = None
-    hostfile: Annotated[
-        Path | None,
-        option(
-            "A line `host slots=4` for each host. Without: /job/hostfile if there is one, or the nodes of Slurm's job, "
-            "or this machine.",
-            "-H",
-            group="Hosts",
-        ),
-    ] = None
-    include: Annotated[
-        str, option("Use these alone: worker-0@worker-1:0,2 is all of worker-0 and two slots.", "-i")
-    ] = ""
-    exclude: Annotated[str, option("Use all but these, in the same form.", "-e")] = ""
-    num_nodes: Annotated[int | None, option("Use the first N hosts.", min=1)] = None
-    launcher: Annotated[
-        str | None,
-        option(
-            "How hosts are reached: ssh, or slurm by srun. [default: slurm inside of a job of several nodes, without a "
-            "hostfile; else ssh]"
-        ),
-    ] = None
-    launcher_args: Annotated[str, option("More options of ssh or srun, in quotes.")] = ""
-    ssh_port: Annotated[int | None, option("Port of ssh. [default: ssh's own]", min=1, max=65535)] = None
-    num_gpus: Annotated[
-        int | None,
-        option(
-            "Ranks of each host. [default: the slots of a hostfile; else one for each GPU]",
-            "--num-accelerators",
-            group="Ranks",
-            min=1,
-        ),
-    ] = None
-    max_restarts: Annotated[
-        int,
-        option(
-            'Start all ranks again after one has failed, N times at most; "resume": "auto" continues from the last '
-            "commit.",
-            min=0,
-        ),
-    ] = 0
-    enable_each_rank_log: Annotated[
-        str | None, option("Write the outputs of each rank into this folder.", metavar="PATH")
-    ] = None
-    master_addr: Annotated[
-        str | None, option("An address of the first host. [default: its name]", group="Meeting place")
-    ] = None
-    master_port: Annotated[
-        int | None, option("A port there that is free. [default: 29500; on one host any]", min=1, max=65535)
-    ] = None
-    no_ssh: Annotated[
-        bool, option("Start the ranks of this host alone; the same command runs on each, with its number.")
-    ] = False
-    node_rank: Annotated[int | None, option("Number of this host, from 0, with --no-ssh.", min=0)] = None
-    module: Annotated[bool, option("Run a module, as python -m does.", "-m", group="Start")] = False
-    no_python: Annotated[bool, option("Run the script itself, without Python.")] = False
-    no_local_rank: Annotated[bool, typer.Option("--no-local-rank", hidden=True)] = False
-    no_ssh_check: Annotated[bool, typer.Option("--no-ssh-check", hidden=True)] = False
-    dry_run: Annotated[bool, option("Print the commands, and run nothing.")] = False
+    script: str = typer.Argument(help="The script; with --module a module.")
+    arguments: list[str] | None = typer.Argument(None, help="Arguments of the script.")
+    hostfile: Path | None = option(
+        "A line `host slots=4` for each host. Without: /job/hostfile if there is one, or the nodes of Slurm's job, "
+        "or this machine.",
+        "-H",
+        group="Hosts",
+    )
+    include: str = option("Use these alone: worker-0@worker-1:0,2 is all of worker-0 and two slots.", "-i", default="")
+    exclude: str = option("Use all but these, in the same form.", "-e", default="")
+    num_nodes: int | None = option("Use the first N hosts.", min=1)
+    launcher: str | None = option(
+        "How hosts are reached: ssh, or slurm by srun. [default: slurm inside of a job of several nodes, without a "
+        "hostfile; else ssh]"
+    )
+    launcher_args: str = option("More options of ssh or srun, in quotes.", default="")
+    ssh_port: int | None = option("Port of ssh. [default: ssh's own]", min=1, max=65535)
+    num_gpus: int | None = option(
+        "Ranks of each host. [default: the slots of a hostfile; else one for each GPU]",
+        "--num-accelerators",
+        group="Ranks",
+        min=1,
+    )
+    max_restarts: int = option(
+        'Start all ranks again after one has failed, N times at most; "resume": "auto" continues from the last commit.',
+        default=0,
+        min=0,
+    )
+    enable_each_rank_log: str | None = option("Write the outputs of each rank into this folder.", metavar="PATH")
+    master_addr: str | None = option("An address of the first host. [default: its name]", group="Meeting place")
+    master_port: int | None = option("A port there that is free. [default: 29500; on one host any]", min=1, max=65535)
+    no_ssh: bool = option("Start the ranks of this host alone; the same command runs on each, with its number.")
+    node_rank: int | None = option("Number of this host, from 0, with --no-ssh.", min=0)
+    module: bool = option("Run a module, as python -m does.", "-m", group="Start")
+    no_python: bool = option("Run the script itself, without Python.")
+    no_local_rank: bool = typer.Option(False, "--no-local-rank", hidden=True)
+    no_ssh_check: bool = typer.Option(False, "--no-ssh-check", hidden=True)
+    dry_run: bool = option("Print the commands, and run nothing.")
 
 
 class Launch(Grouped):

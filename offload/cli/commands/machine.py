@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING
 
 import typer
 
@@ -19,10 +19,8 @@ if TYPE_CHECKING:
 
 @without_collector()
 def info(
-    paths: Annotated[list[str] | None, typer.Argument(help="Folders for swap files, one for each drive.")] = None,
-    nvme_path: Annotated[
-        list[str] | None, typer.Option(metavar="PATH", help="The same, as for train; may repeat.")
-    ] = None,
+    paths: list[str] | None = typer.Argument(None, help="Folders for swap files, one for each drive."),
+    nvme_path: list[str] | None = typer.Option(None, metavar="PATH", help="The same, as for train; may repeat."),
     json_output: Json = False,
 ) -> None:
     """Describe this machine, the I/O backend that is used, and why. For bug reports.
@@ -51,7 +49,7 @@ def info(
 
 @without_collector()
 def doctor(
-    paths: Annotated[list[str] | None, typer.Argument(help="Folders for swap files, one for each drive.")] = None,
+    paths: list[str] | None = typer.Argument(None, help="Folders for swap files, one for each drive."),
     json_output: Json = False,
 ) -> None:
     """Check what a run needs of this machine, and say what to do. Exits with 1 if something stops a run.
@@ -74,26 +72,18 @@ def doctor(
 
 
 def probe(
-    paths: Annotated[
-        list[str] | None, typer.Argument(help="Folders for swap files, one for each drive. [default: .]")
-    ] = None,
-    device: Annotated[
-        str, typer.Option(help="Where training will compute: auto, cpu, cuda, or another accelerator of torch.")
-    ] = "auto",
-    size: Annotated[
-        str, typer.Option(help="Bytes at most of the file that is written and read on each drive.")
-    ] = "256MiB",
-    sustained: Annotated[
-        bool,
-        typer.Option(
-            "--sustained", help="Instead: write to the drives until their rates fall. Takes minutes and wears them."
-        ),
-    ] = False,
-    gigabytes: Annotated[
-        float | None,
-        typer.Option(metavar="N", help="With --sustained: GB that are written to each drive at most. [default: 500]"),
-    ] = None,
-    keep: Annotated[bool, typer.Option("--keep/--no-keep", help="Store the result for `offload plan`.")] = True,
+    paths: list[str] | None = typer.Argument(None, help="Folders for swap files, one for each drive. [default: .]"),
+    device: str = typer.Option(
+        "auto", help="Where training will compute: auto, cpu, cuda, or another accelerator of torch."
+    ),
+    size: str = typer.Option("256MiB", help="Bytes at most of the file that is written and read on each drive."),
+    sustained: bool = typer.Option(
+        False, "--sustained", help="Instead: write to the drives until their rates fall. Takes minutes and wears them."
+    ),
+    gigabytes: float | None = typer.Option(
+        None, metavar="N", help="With --sustained: GB that are written to each drive at most. [default: 500]"
+    ),
+    keep: bool = typer.Option(True, "--keep/--no-keep", help="Store the result for `offload plan`."),
     json_output: Json = False,
 ) -> None:
     """Measure this machine in under a minute. It measures drives, memory, copies, products and the optimizer.
@@ -166,12 +156,12 @@ def _probe_sustained(paths: list[str], gigabytes: float | None, keep: bool, json
 
 
 def tune(
-    paths: Annotated[list[str], typer.Argument(help="Folders for swap files, one for each drive.")],
-    config: Annotated[
-        Path | None, typer.Option(help="DeepSpeed JSON file to write the block into; created if it is missing.")
-    ] = None,
-    output: Annotated[Path | None, typer.Option(help="Write the config here instead.")] = None,
-    size: Annotated[str, typer.Option(help="Bytes of the test file.")] = "512MiB",
+    paths: list[str] = typer.Argument(help="Folders for swap files, one for each drive."),
+    config: Path | None = typer.Option(
+        None, help="DeepSpeed JSON file to write the block into; created if it is missing."
+    ),
+    output: Path | None = typer.Option(None, help="Write the config here instead."),
+    size: str = typer.Option("512MiB", help="Bytes of the test file."),
     json_output: Json = False,
 ) -> None:
     """Find the best `aio` block for a drive. Writes its keys into a config, which stays as it is otherwise.

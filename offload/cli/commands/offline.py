@@ -11,7 +11,7 @@ import time
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Literal, TextIO
+from typing import TYPE_CHECKING, Any, Literal, TextIO
 
 import typer
 
@@ -25,56 +25,37 @@ if TYPE_CHECKING:
     from offload.finetune.corpus.documents import Chat, Prompt
     from offload.offline.open_model import ModelOptions, OpenModel
 
-Model = Annotated[
-    str,
-    typer.Argument(
-        metavar="MODEL",
-        help="A folder with config.json, tokenizer and safetensors; a model of the hub; an adapter; or a run.",
-        rich_help_panel="Data",
-    ),
-]
-Output = Annotated[
-    Path | None,
-    option(
-        "Write the lines to this file, which must not exist. [default: stdout]",
-        group="Data",
-        metavar="FILE",
-    ),
-]
+_OUTPUT: Any = option(
+    "Write the lines to this file, which must not exist. [default: stdout]", group="Data", metavar="FILE"
+)
 
 
 @dataclass(frozen=True, kw_only=True)
 class _Placed:
     """Options of all commands: which model runs, and where."""
 
-    model: Model
-    base: Annotated[
-        str | None,
-        option(
-            "Folder or hub name of an adapter's base model. [default: the one that the adapter names]", group="Data"
-        ),
-    ] = None
-    config: Annotated[
-        Path | None,
-        option("DeepSpeed JSON file. An option of the command line overrules it.", "--deepspeed", group="Placement"),
-    ] = None
-    dtype: Annotated[
-        str | None,
-        option(
-            "Dtype of the weights. Another one than the files' needs RAM for all of them. [default: that of the files]",
-            **dtypes("bf16", "fp16", "fp32"),
-        ),
-    ] = None
-    host_memory: Annotated[
-        str | None, option("Host budget, as 16GiB: more holds weights between uses. [default: what is needed]")
-    ] = None
-    device_memory: Annotated[
-        str | None,
-        option("Device budget for weights, as 8GiB, or 50%: that share stays. [default: three of the largest layer]"),
-    ] = None
-    device: Annotated[
-        str | None, option("Where to compute: auto, cpu, cuda, or another accelerator of torch. [default: auto]")
-    ] = None
+    model: str = typer.Argument(
+        metavar="MODEL",
+        help="A folder with config.json, tokenizer and safetensors; a model of the hub; an adapter; or a run.",
+        rich_help_panel="Data",
+    )
+    base: str | None = option(
+        "Folder or hub name of an adapter's base model. [default: the one that the adapter names]", group="Data"
+    )
+    config: Path | None = option(
+        "DeepSpeed JSON file. An option of the command line overrules it.", "--deepspeed", group="Placement"
+    )
+    dtype: str | None = option(
+        "Dtype of the weights. Another one than the files' needs RAM for all of them. [default: that of the files]",
+        **dtypes("bf16", "fp16", "fp32"),
+    )
+    host_memory: str | None = option(
+        "Host budget, as 16GiB: more holds weights between uses. [default: what is needed]"
+    )
+    device_memory: str | None = option(
+        "Device budget for weights, as 8GiB, or 50%: that share stays. [default: three of the largest layer]"
+    )
+    device: str | None = option("Where to compute: auto, cpu, cuda, or another accelerator of torch. [default: auto]")
 
     json_output: Json = False
 
@@ -94,24 +75,21 @@ class _Placed:
 class _Scored:
     """Options of `offload score` about the records to score."""
 
-    data: Annotated[
-        list[Path],
-        option(
-            'Records: a *.jsonl file with {"text"}, {"messages"} or {"prompt", "completion"} a line, *.parquet or '
-            "*.csv with such columns, a text file, or a folder of these; may repeat.",
-            group="Data",
-            metavar="PATH",
-        ),
-    ]
-    output: Output = None
-    seq_len: Annotated[
-        int | None,
-        option("Most tokens of a row. [default: the model's positions, at most 1024]", "--max-length", group="Data"),
-    ] = None
-    batch_size: Annotated[
-        int, option("Rows for which the weights are read once: the more, the less the drive counts.")
-    ] = 64
-    micro_batch_size: Annotated[int, option("Rows that a layer computes at a time.")] = 8
+    data: list[Path] = option(
+        'Records: a *.jsonl file with {"text"}, {"messages"} or {"prompt", "completion"} a line, *.parquet or '
+        "*.csv with such columns, a text file, or a folder of these; may repeat.",
+        default=...,
+        group="Data",
+        metavar="PATH",
+    )
+    output: Path | None = _OUTPUT
+    seq_len: int | None = option(
+        "Most tokens of a row. [default: the model's positions, at most 1024]", "--max-length", group="Data"
+    )
+    batch_size: int = option(
+        "Rows for which the weights are read once: the more, the less the drive counts.", default=64
+    )
+    micro_batch_size: int = option("Rows that a layer computes at a time.", default=8)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -123,44 +101,35 @@ class ScoreOptions(_Placed, _Scored):
 class _Generated:
     """Options of `offload generate` about the prompts and the sampling."""
 
-    prompt: Annotated[
-        str | None,
-        option(
-            "A question, which the tokenizer's chat template makes a prompt of; without a template a text to continue. "
-            "The answer is printed as it is.",
-            group="Data",
-        ),
-    ] = None
-    raw: Annotated[bool, option("Continue the text of --prompt itself, without the chat template.")] = False
-    data: Annotated[
-        list[Path] | None,
-        option(
-            'Prompts: a *.jsonl file with {"prompt"}, {"text"} or {"messages"} a line, *.parquet or *.csv with such '
-            "columns, a text file, or a folder of these; may repeat.",
-            metavar="PATH",
-        ),
-    ] = None
-    output: Output = None
-    batch_size: Annotated[
-        int, option("Prompts that are continued at a time: the weights are read once a token.", group="Data")
-    ] = 8
-    max_new_tokens: Annotated[int, option("Most tokens of a continuation.", group="Sampling")] = 64
-    do_sample: Annotated[bool, option("Draw tokens by their probabilities; else the most probable one.")] = False
-    temperature: Annotated[float | None, option("With --do-sample: below 1 sharper, above 1 flatter.")] = None
-    seed: Annotated[int, option("Seed of --do-sample.")] = 0
-    static_cache: Annotated[
-        int | None,
-        option(
-            "Most tokens of a prompt and its continuation. Keys and values get memory for them before the first token, "
-            "which --device-memory counts. [default: their memory grows with each token]",
-            group="Placement",
-            metavar="TOKENS",
-        ),
-    ] = None
-    static_cache_on: Annotated[
-        Literal["device", "host"],
-        option("With --static-cache: host keeps keys and values in host memory, and brings each layer's to the GPU."),
-    ] = "device"
+    prompt: str | None = option(
+        "A question, which the tokenizer's chat template makes a prompt of; without a template a text to continue. "
+        "The answer is printed as it is.",
+        group="Data",
+    )
+    raw: bool = option("Continue the text of --prompt itself, without the chat template.")
+    data: list[Path] | None = option(
+        'Prompts: a *.jsonl file with {"prompt"}, {"text"} or {"messages"} a line, *.parquet or *.csv with such '
+        "columns, a text file, or a folder of these; may repeat.",
+        metavar="PATH",
+    )
+    output: Path | None = _OUTPUT
+    batch_size: int = option(
+        "Prompts that are continued at a time: the weights are read once a token.", default=8, group="Data"
+    )
+    max_new_tokens: int = option("Most tokens of a continuation.", default=64, group="Sampling")
+    do_sample: bool = option("Draw tokens by their probabilities; else the most probable one.")
+    temperature: float | None = option("With --do-sample: below 1 sharper, above 1 flatter.")
+    seed: int = option("Seed of --do-sample.", default=0)
+    static_cache: int | None = option(
+        "Most tokens of a prompt and its continuation. Keys and values get memory for them before the first token, "
+        "which --device-memory counts. [default: their memory grows with each token]",
+        group="Placement",
+        metavar="TOKENS",
+    )
+    static_cache_on: Literal["device", "host"] = option(
+        "With --static-cache: host keeps keys and values in host memory, and brings each layer's to the GPU.",
+        default="device",
+    )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -172,11 +141,11 @@ class GenerateOptions(_Placed, _Generated):
 class _Talked:
     """Options of `offload chat` about the conversation and the sampling."""
 
-    system: Annotated[str | None, option("A system message before the first of yours.", group="Data")] = None
-    max_new_tokens: Annotated[int, option("Most tokens of an answer.", group="Sampling")] = 512
-    do_sample: Annotated[bool, option("Draw tokens by their probabilities; else the most probable one.")] = False
-    temperature: Annotated[float | None, option("With --do-sample: below 1 sharper, above 1 flatter.")] = None
-    seed: Annotated[int, option("Seed of --do-sample.")] = 0
+    system: str | None = option("A system message before the first of yours.", group="Data")
+    max_new_tokens: int = option("Most tokens of an answer.", default=512, group="Sampling")
+    do_sample: bool = option("Draw tokens by their probabilities; else the most probable one.")
+    temperature: float | None = option("With --do-sample: below 1 sharper, above 1 flatter.")
+    seed: int = option("Seed of --do-sample.", default=0)
 
 
 @dataclass(frozen=True, kw_only=True)

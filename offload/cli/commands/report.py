@@ -6,7 +6,6 @@ import json
 import os
 import stat
 from pathlib import Path
-from typing import Annotated
 
 import typer
 
@@ -18,27 +17,24 @@ from offload.sizes import count_of
 
 
 def report(
-    log: Annotated[Path, typer.Argument(help='The log that `offload train --log`, or the key "log", wrote.')],
-    trace: Annotated[
-        Path | None, typer.Option(metavar="FILE", help="The timeline that --trace wrote: one step of it is drawn.")
-    ] = None,
-    plan: Annotated[
-        Path | None,
-        typer.Option(metavar="FILE", help="The output of `offload plan --json`: shown beside the measurements."),
-    ] = None,
-    prices: Annotated[
-        str | None,
-        typer.Option(
-            metavar="usual|FILE",
-            help="Dollars of the run by part, at prices of a TOML file; usual: at the package's prices.",
-        ),
-    ] = None,
-    output: Annotated[
-        Path | None, typer.Option("--output", "-o", metavar="FILE", help="The page. [default: LOG with .html]")
-    ] = None,
-    json_output: Annotated[
-        bool, typer.Option("--json", help="Print the figures as one JSON object; a page only with --output.")
-    ] = False,
+    log: Path = typer.Argument(help='The log that `offload train --log`, or the key "log", wrote.'),
+    trace: Path | None = typer.Option(
+        None, metavar="FILE", help="The timeline that --trace wrote: one step of it is drawn."
+    ),
+    plan: Path | None = typer.Option(
+        None, metavar="FILE", help="The output of `offload plan --json`: shown beside the measurements."
+    ),
+    prices: str | None = typer.Option(
+        None,
+        metavar="usual|FILE",
+        help="Dollars of the run by part, at prices of a TOML file; usual: at the package's prices.",
+    ),
+    output: Path | None = typer.Option(
+        None, "--output", "-o", metavar="FILE", help="The page. [default: LOG with .html]"
+    ),
+    json_output: bool = typer.Option(
+        False, "--json", help="Print the figures as one JSON object; a page only with --output."
+    ),
 ) -> None:
     """Make an HTML page of a run. Loss, time by phase, bytes, memory, wear of the drives; it needs no network.
 

@@ -7,7 +7,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import closing, contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import typer
 
@@ -28,18 +28,13 @@ _SHOWN = 20
 """Most damages or names to print; `--json` contains all."""
 
 
-Run = Annotated[Path, typer.Argument(help="A run's folder: NVME_PATH/RUN.")]
-Saved = Annotated[
-    Path,
-    typer.Argument(help="A run's folder, NVME_PATH/RUN; or a checkpoint, or a folder of them: the latest."),
-]
+_RUN: Any = typer.Argument(help="A run's folder: NVME_PATH/RUN.")
 
 
 def inspect(
-    path: Annotated[
-        Path,
-        typer.Argument(help="A run, one rank of it, an nvme path with runs; a checkpoint, or a folder of them."),
-    ],
+    path: Path = typer.Argument(
+        help="A run, one rank of it, an nvme path with runs; a checkpoint, or a folder of them."
+    ),
     json_output: Json = False,
 ) -> None:
     """List the runs or checkpoints of a folder. Model, commits, sizes, who uses it, what is damaged.
@@ -61,17 +56,14 @@ def inspect(
 
 
 def verify(
-    path: Saved,
-    repair: Annotated[
-        bool, typer.Option("--repair", help="Replace damaged bytes of a run where there is a true copy.")
-    ] = False,
-    model: Annotated[
-        Path | None,
-        typer.Option(
-            help="Folder of the model with which the run began, for frozen weights. [default: that of offload train]"
-        ),
-    ] = None,
-    rate: Annotated[str | None, typer.Option(help="Bytes to read a second at most, such as 50MB.")] = None,
+    path: Path = typer.Argument(
+        help="A run's folder, NVME_PATH/RUN; or a checkpoint, or a folder of them: the latest."
+    ),
+    repair: bool = typer.Option(False, "--repair", help="Replace damaged bytes of a run where there is a true copy."),
+    model: Path | None = typer.Option(
+        None, help="Folder of the model with which the run began, for frozen weights. [default: that of offload train]"
+    ),
+    rate: str | None = typer.Option(None, help="Bytes to read a second at most, such as 50MB."),
     json_output: Json = False,
 ) -> None:
     """Compare every byte of a run or checkpoint with its checksum. Of a run the last commit is compared.
@@ -134,12 +126,11 @@ def _pace(rate: str | None) -> Callable[[int], None]:
 
 
 def import_(
-    path: Annotated[
-        Path,
-        typer.Argument(help="Folder that DeepSpeed's save_checkpoint or torch's dcp.save has written, or a tag in it."),
-    ],
-    out: Annotated[Path, typer.Argument(help="Folder of checkpoints to write into.")],
-    tag: Annotated[str | None, typer.Option(help="Tag of the checkpoint. [default: the latest]")] = None,
+    path: Path = typer.Argument(
+        help="Folder that DeepSpeed's save_checkpoint or torch's dcp.save has written, or a tag in it."
+    ),
+    out: Path = typer.Argument(help="Folder of checkpoints to write into."),
+    tag: str | None = typer.Option(None, help="Tag of the checkpoint. [default: the latest]"),
     json_output: Json = False,
 ) -> None:
     """Convert a checkpoint of DeepSpeed or FSDP2 for an engine. ZeRO 1 to 3, universal, torch.distributed.checkpoint.
@@ -169,35 +160,26 @@ def import_(
 
 
 def export(
-    path: Annotated[
-        Path,
-        typer.Argument(
-            help="A run's folder, NVME_PATH/RUN; or a checkpoint, or a folder of them: the latest. For gguf a model's."
-        ),
-    ],
-    out: Annotated[Path, typer.Argument(help="Folder to write; must not exist, or be empty. Or a new file, X.gguf.")],
-    format: Annotated[
-        Literal["safetensors", "gguf", "deepspeed-universal", "dcp"] | None,
-        typer.Option(
-            help="Weights for transformers, or for llama.cpp; or all that DeepSpeed, or FSDP2 (dcp.load), resumes "
-            "from. [default: gguf for a name that ends in .gguf, else safetensors]"
-        ),
-    ] = None,
-    dtype: Annotated[
-        str | None,
-        typer.Option(
-            help="Dtype of the weights. fp32 gives the exact masters. [default: as they train]",
-            **dtypes("bf16", "fp32", "fp16"),
-        ),
-    ] = None,
-    max_shard_size: Annotated[str, typer.Option(help="Bytes of a file at most.")] = "5GB",
-    tokenizer: Annotated[
-        Path | None,
-        typer.Option(
-            help="Folder from which a tokenizer's files are copied along. [default: that of a run of offload train]",
-            metavar="FOLDER",
-        ),
-    ] = None,
+    path: Path = typer.Argument(
+        help="A run's folder, NVME_PATH/RUN; or a checkpoint, or a folder of them: the latest. For gguf a model's."
+    ),
+    out: Path = typer.Argument(help="Folder to write; must not exist, or be empty. Or a new file, X.gguf."),
+    format: Literal["safetensors", "gguf", "deepspeed-universal", "dcp"] | None = typer.Option(
+        None,
+        help="Weights for transformers, or for llama.cpp; or all that DeepSpeed, or FSDP2 (dcp.load), resumes "
+        "from. [default: gguf for a name that ends in .gguf, else safetensors]",
+    ),
+    dtype: str | None = typer.Option(
+        None,
+        help="Dtype of the weights. fp32 gives the exact masters. [default: as they train]",
+        **dtypes("bf16", "fp32", "fp16"),
+    ),
+    max_shard_size: str = typer.Option("5GB", help="Bytes of a file at most."),
+    tokenizer: Path | None = typer.Option(
+        None,
+        help="Folder from which a tokenizer's files are copied along. [default: that of a run of offload train]",
+        metavar="FOLDER",
+    ),
     json_output: Json = False,
 ) -> None:
     """Write the weights of a run or checkpoint for transformers. They are safetensors files.
@@ -285,12 +267,11 @@ def _export_gguf(
 
 
 def merge(
-    adapter: Annotated[Path, typer.Argument(metavar="ADAPTER", help="Folder of an adapter of peft.")],
-    out: Annotated[Path, typer.Argument(metavar="OUT", help="New folder of the model.")],
-    base: Annotated[
-        str | None,
-        typer.Option(help="Folder or hub name of the base model. [default: the one that the adapter names]"),
-    ] = None,
+    adapter: Path = typer.Argument(metavar="ADAPTER", help="Folder of an adapter of peft."),
+    out: Path = typer.Argument(metavar="OUT", help="New folder of the model."),
+    base: str | None = typer.Option(
+        None, help="Folder or hub name of the base model. [default: the one that the adapter names]"
+    ),
     json_output: Json = False,
 ) -> None:
     """Merge a LoRA adapter and its base model into one model.
@@ -324,15 +305,14 @@ def merge(
 
 
 def convert(
-    path: Run,
-    moments: Annotated[
-        Literal["fp32", "bf16", "int8"] | None, typer.Option(help="Form of the new run's moments. [default: as before]")
-    ] = None,
-    master: Annotated[
-        Literal["fp32", "bf24"] | None,
-        typer.Option(help="Form of the new run's masters of bf16 weights. [default: as before]"),
-    ] = None,
-    run: Annotated[str | None, typer.Option(help="Name of the new run. [default: RUN-FORM]")] = None,
+    path: Path = _RUN,
+    moments: Literal["fp32", "bf16", "int8"] | None = typer.Option(
+        None, help="Form of the new run's moments. [default: as before]"
+    ),
+    master: Literal["fp32", "bf24"] | None = typer.Option(
+        None, help="Form of the new run's masters of bf16 weights. [default: as before]"
+    ),
+    run: str | None = typer.Option(None, help="Name of the new run. [default: RUN-FORM]"),
     json_output: Json = False,
 ) -> None:
     """Convert a run to other forms of moments or masters. Writes a new run beside it.
@@ -381,10 +361,8 @@ def convert(
 
 
 def fork(
-    path: Annotated[
-        Path, typer.Argument(help="A run's folder, NVME_PATH/RUN, or a kept step of it, NVME_PATH/RUN@STEP.")
-    ],
-    name: Annotated[str, typer.Argument(help="Name of the new run.")],
+    path: Path = typer.Argument(help="A run's folder, NVME_PATH/RUN, or a kept step of it, NVME_PATH/RUN@STEP."),
+    name: str = typer.Argument(help="Name of the new run."),
     json_output: Json = False,
 ) -> None:
     """Make another run of a commit. Of a run's last one, or of a step that it has kept.
@@ -414,10 +392,7 @@ def fork(
         )
 
 
-def log(
-    path: Annotated[Path, typer.Argument(help="A run's folder, NVME_PATH/RUN.")],
-    json_output: Json = False,
-) -> None:
+def log(path: Path = typer.Argument(help="A run's folder, NVME_PATH/RUN."), json_output: Json = False) -> None:
     """List the steps that a run has left. Kept steps, forks, and the runs it was forked from.
 
     May be called while the run trains. Example: offload log /mnt/nvme/my-run
@@ -443,20 +418,20 @@ def log(
 
 
 def replay(
-    path: Annotated[
-        Path, typer.Argument(help="A run's folder, NVME_PATH/RUN, or that of a run whose kept steps alone are left.")
-    ],
-    steps: Annotated[str, typer.Option(help="The steps to compute again.", metavar="FIRST..LAST")],
-    log: Annotated[Path | None, typer.Option(help="The log of the run. [default: that of its --log]")] = None,
-    certificate: Annotated[
-        Path | None, typer.Option(help="Write what was compared to this new file, as JSON.", metavar="FILE")
-    ] = None,
-    offload_param: Annotated[
-        Literal["none", "cpu", "nvme"] | None, typer.Option(help="Tier of the weights. [default: that of the run]")
-    ] = None,
-    offload_optimizer: Annotated[
-        Literal["none", "cpu", "nvme"] | None, typer.Option(help="Tier of the states. [default: that of the run]")
-    ] = None,
+    path: Path = typer.Argument(
+        help="A run's folder, NVME_PATH/RUN, or that of a run whose kept steps alone are left."
+    ),
+    steps: str = typer.Option(help="The steps to compute again.", metavar="FIRST..LAST"),
+    log: Path | None = typer.Option(None, help="The log of the run. [default: that of its --log]"),
+    certificate: Path | None = typer.Option(
+        None, help="Write what was compared to this new file, as JSON.", metavar="FILE"
+    ),
+    offload_param: Literal["none", "cpu", "nvme"] | None = typer.Option(
+        None, help="Tier of the weights. [default: that of the run]"
+    ),
+    offload_optimizer: Literal["none", "cpu", "nvme"] | None = typer.Option(
+        None, help="Tier of the states. [default: that of the run]"
+    ),
     json_output: Json = False,
 ) -> None:
     """Compute steps of a run again, and prove its log bit for bit.
@@ -501,9 +476,7 @@ def replay(
 
 
 def rm(
-    path: Run,
-    yes: Annotated[bool, typer.Option("--yes", help="Do not ask.")] = False,
-    json_output: Json = False,
+    path: Path = _RUN, yes: bool = typer.Option(False, "--yes", help="Do not ask."), json_output: Json = False
 ) -> None:
     """Delete a run's swap files, on all of the run's drives.
 

@@ -148,7 +148,6 @@ class _Memory:
         self._bytes = bytearray(plan.nbytes)
 
     def put(self, file: str, offset: int, data: memoryview) -> Sequence[Any]:
-        """Copies bytes to their offset in the file."""
         self._bytes[offset : offset + len(data)] = data
         return ()
 

@@ -71,7 +71,6 @@ class Clock:
         self._groups: dict[str, _Group] = {}
 
     def begin_step(self) -> None:
-        """Begins to count `busy` anew."""
         self.busy, self._began = {}, self.now
 
     def server(self, group: str, beside: float | None = None) -> Server:

@@ -88,7 +88,6 @@ class _Tile(NamedTuple):
     """The write of the tile, once it has begun; empty before, and for a tile that is not stored."""
 
     def is_written(self) -> bool:
-        """Returns True if no write of the tile is under way."""
         return not self.writes or self.writes[0].done
 
 

@@ -1,13 +1,16 @@
-"""Generator of docs/reference/configuration.md from the fields and the lists of other keys of all blocks."""
+"""Writes docs/reference/configuration.md from the blocks of the config: `python -m tests.pages.configuration_page`."""
 
 from __future__ import annotations
 
 import json
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 from offload.config.blocks import OLD_SWITCHES, SCHEDULES, Block, SchedulerBlock, all_blocks
-from offload.config.schema import Config
+from offload.config.schema import Config, reasons
+
+PAGE = Path(__file__).parents[2] / "docs" / "reference" / "configuration.md"
 
 _INTRODUCTION = """# Configuration
 
@@ -20,7 +23,7 @@ HJSON leaves out, are required. Instead of a path, the content may be passed in 
 A learning rate of `"auto"` must come from `--lr`, from the arguments of a Trainer, or from an optimizer that is
 passed to `offload.initialize`. Older names are accepted; the end of this page lists them.
 
-`python -m offload.config` writes this page from `offload/config`.
+`python -m tests.pages.configuration_page` writes this page from `offload/config`.
 """
 
 
@@ -57,14 +60,6 @@ def document() -> str:
     )
 
 
-def reasons() -> Iterator[tuple[str, str]]:
-    """Yields each key without effect whose reason users ask for, by its dotted name, and the reason."""
-    for path, model in all_blocks(Config, ""):
-        prefix = f"{path}." if path else ""
-        for key, reason in model.WITHOUT_EFFECT.items():
-            yield f"{prefix}{key}", reason
-
-
 def _always() -> Iterator[tuple[str, Any]]:
     """Yields each key that asks for what is always done, by its dotted name, with the value that does."""
     for path, model in all_blocks(Config, ""):
@@ -96,3 +91,7 @@ def _table(model: type[Block]) -> str:
         default = "" if block else f"`{json.dumps(field.default)}`"
         rows.append(f"| `{name}` | {default} | {field.description} |")
     return "\n".join(rows) + "\n"
+
+
+if __name__ == "__main__":
+    PAGE.write_text(document(), encoding="utf-8")
