@@ -68,3 +68,13 @@ def test_a_random_budget_keeps_every_bit(
     tree: Tree, where: tuple[str, str], more: int, tmp_path_factory: pytest.TempPathFactory
 ) -> None:
     check(tree, where, more, tmp_path_factory.getbasetemp())
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(7200)
+@settings(max_examples=1000, deadline=None, database=None, print_blob=True, suppress_health_check=_HEALTH)
+@given(tree=TREES, where=st.sampled_from(PLACEMENTS), more=st.integers(0, 400_000))
+def test_many_random_budgets_keep_every_bit(
+    tree: Tree, where: tuple[str, str], more: int, tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    check(tree, where, more, tmp_path_factory.getbasetemp())
