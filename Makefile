@@ -102,7 +102,6 @@ format: $(VENV)/.dev ## Format everything, and write the pages that are made fro
 	$(BIN)/python -m tests.pages.command_line_page
 	$(BIN)/python -m tests.pages.deepspeed_names
 	$(BIN)/python -m tests.pages.models_page
-	$(BIN)/python -m tests.pages.tutorial_rows
 
 # Clean: what is cached of a page would outlive an edit of the docstrings that it has.
 docs: $(VENV)/.docs ## Build the documentation into site/, where every broken link is an error

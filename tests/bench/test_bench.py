@@ -10,10 +10,7 @@ import pytest
 import torch
 
 from bench import checkpoint, host_time, measure, score
-from bench.larger import NO_ROOM, end_of
 from bench.memory_limit import MemoryLimit, Usage, controller
-from offload.errors import BudgetError
-from offload.layout.peak_memory import BesideBudgets, PeakMemory, check_peak
 from tests.support.oracle import processes
 
 
@@ -94,21 +91,3 @@ def test_the_place_of_a_new_group_is_below_a_group_of_version_1_and_beside_one_o
     assert controller(tmp_path, str(groups)) is None, "the memory controller is in neither version"
     (tmp_path / "memory" / "cgroup.controllers").write_text("cpu memory")
     assert controller(tmp_path, str(groups)) == tmp_path / "memory"
-
-
-def test_a_run_below_a_limit_is_refused_for_its_memory_alone_and_before_its_first_step() -> None:
-    with pytest.raises(BudgetError) as refusal:
-        check_peak(PeakMemory(1 << 20, 0, *BesideBudgets()), 0, "the cgroup /", 0)
-    words = f"a notice\nerror: {refusal.value}\n"
-    assert end_of(0, 2, "") == "trained" and end_of(2, 0, words) == "refused"
-    others = (
-        (2, 1, words),
-        (1, 0, words),
-        (2, 0, "error: the folder contains no tokenizer\n"),
-        (-9, 0, ""),
-        (0, 0, ""),
-    )
-    assert {end_of(*how) for how in others} == {"failed"}
-    page = Path("docs/reference/errors.md").read_text()
-    of_budgets = page[page.index("## BudgetError") : page.index("## IoError")]
-    assert all(part in of_budgets for part in NO_ROOM), "the words of errors about memory"

@@ -25,7 +25,6 @@ from offload.bench.train.figures import (
 from offload.bench.train.loops import Result, measure
 from offload.bench.train.plan import CONTENDERS, TrainPlan, make_plan, reason_to_skip
 from offload.cli.main import app
-from offload.errors import UsageError
 from offload.sizes import MIB
 from tests.support.processes import warm_process
 
@@ -142,17 +141,6 @@ def test_a_row_says_where_its_losses_differ_from_plain_pytorch(tmp_path: Path) -
     page = train_page.markdown(settings, RATES, rows)
     assert page.count("DIFFER") == 2 and page.count("equal") == 1 and "roundings of fp32 explain 0.01%" in page
     json.dumps(as_json({}, settings, result))
-
-
-def test_the_page_receives_its_table_between_two_marks() -> None:
-    page = train_page.PAGE.read_text()
-    once = train_page.between(page, "bf16", "a table")
-    assert "a table" in once
-    assert train_page.between(once, "bf16", "other words") == train_page.between(page, "bf16", "other words")
-    both = train_page.between(once, "fp32", "another table")
-    assert "a table" in both and "another table" in both, "each precision has a table of its own"
-    with pytest.raises(UsageError, match="needs the lines"):
-        train_page.between("a page", "bf16", "a table")
 
 
 def test_contenders_are_chosen_by_the_beginnings_of_their_names(tmp_path: Path) -> None:

@@ -16,7 +16,7 @@ import torch
 from torch import nn
 
 import offload
-from offload import schedules, testing
+from offload import schedules
 from offload.config import SCHEDULES, TORCH_SCHEDULES, load_config
 from offload.engine import build_optimizer
 from offload.errors import ConfigError
@@ -257,33 +257,6 @@ def start(folder: Path, block: Any, resume: str = "auto", lr: float = LR) -> Scr
     params = {"lr": lr, "weight_decay": 0.1}
     config = {"scheduler": block, "optimizer": {"type": "AdamW", "params": params}}
     return Script(folder, Setup(config=config), resume)
-
-
-def kill(engine: offload.Engine) -> None:
-    """As SIGKILL does right after the commit of the last step: nothing more is written."""
-    engine.mean(0.0)  # the first call after the step, which takes what the commit holds
-    testing.settle(engine)
-    testing.abandon(engine, remove=False)
-
-
-@pytest.mark.slow
-@pytest.mark.sample(1)
-@pytest.mark.parametrize("name", TABLES)
-def test_a_run_that_is_killed_has_the_rates_of_the_table(name: str, tmp_path: Path) -> None:
-    """Again and again; what the next step will have is there as soon as the run has begun."""
-    table, found = TABLES[name], []
-    script = start(tmp_path, table.block)
-    for step, _ in enumerate(table.rates):
-        if step in (0, 1, 3, 4, 6):
-            kill(script.engine)
-            script = start(tmp_path, table.block)
-            assert script.engine.global_steps == step
-        found.append((script.engine.get_lr()[0], script.optimizer.param_groups[0]["betas"][0]))
-        script.step()
-    assert [rate for rate, _ in found] == pytest.approx(table.rates, rel=1e-6, abs=0)
-    if table.momenta:
-        assert [momentum for _, momentum in found] == pytest.approx(table.momenta)
-    script.engine.destroy(remove=True)
 
 
 def test_a_resumed_schedule_equals_the_unbroken_one(tmp_path: Path) -> None:

@@ -39,7 +39,6 @@ from tests.support.oracle import (
     assert_same,
     assert_same_tensors,
     config,
-    kill_and_resume,
     plain_loop,
     run,
     same_bits,
@@ -374,14 +373,6 @@ def test_the_least_device_memory_holds_experts_beside_the_rest_of_their_layer(ex
 
 
 # -- runs and checkpoints --------------------------------------------------------------------------------------
-
-
-@pytest.mark.slow
-def test_a_killed_run_resumes(tmp_path: Path) -> None:
-    job = FEW._replace(model=partial(grouped, partial(qwen, 16, 1)), steps=8, dtype="bf16")
-    unbroken = run(job, MEMORY, tmp_path / "unbroken")
-    (tmp_path / "killed").mkdir()
-    assert_same(kill_and_resume(job, DISK, tmp_path / "killed", kills=1), unbroken)
 
 
 @pytest.mark.parametrize("begun", ["each", "whole", "grouped"])

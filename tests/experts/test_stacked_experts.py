@@ -36,7 +36,6 @@ from tests.support.oracle import (
     assert_same,
     assert_same_tensors,
     config,
-    kill_and_resume,
     run,
     same_bits,
     start,
@@ -151,16 +150,6 @@ def test_blocks_that_are_computed_again_visit_the_same_experts(options: dict[str
     job = SIXTEEN._replace(accumulation=2)
     plain = run(job, MEMORY, tmp_path / "plain", accumulated_step)
     assert_same(run(job, DISK, tmp_path / "again", accumulated_step, **options), plain)
-
-
-@pytest.mark.slow
-@pytest.mark.sample(1)
-@pytest.mark.parametrize("experts", ["each", "visited"])
-def test_a_killed_run_resumes(experts: str, tmp_path: Path) -> None:
-    job = SIXTEEN._replace(model=partial(qwen, 16, 1), steps=8, dtype="bf16")
-    unbroken = run(job, MEMORY, tmp_path / "unbroken", experts=experts)
-    (tmp_path / "killed").mkdir()
-    assert_same(kill_and_resume(job, DISK, tmp_path / "killed", kills=1, experts=experts), unbroken)
 
 
 @pytest.mark.sample(1)

@@ -267,13 +267,6 @@ def test_interrupts(tmp_path: Path) -> None:
     _try(0, examples(40), tmp_path)
 
 
-@pytest.mark.slow
-@pytest.mark.timeout(600)
-@pytest.mark.parametrize("seed", range(1, 6))
-def test_many_interrupts(seed: int, tmp_path: Path) -> None:
-    _try(seed, 200, tmp_path)
-
-
 BLOCKS = 6
 AT = 3
 """The block in whose backward Ctrl-C comes; the blocks before it are still to come."""

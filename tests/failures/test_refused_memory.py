@@ -27,7 +27,7 @@ from tests.support.oracle import run, start, train_step
 from tests.support.processes import warm_process
 
 DISK = ("nvme", "nvme")
-JOB = models.GPT2._replace(steps=4)
+JOB = models.SHALLOW._replace(steps=2)
 CURE = r"raise the limit \(ulimit -v\), end other programs, or give a smaller host_memory, batch or sequence"
 
 

@@ -31,7 +31,6 @@ from tests.support.oracle import (
     assert_same,
     assert_same_tensors,
     config,
-    kill_and_resume,
     least_host_memory,
     plain_loop,
     run,
@@ -414,12 +413,3 @@ def test_of_several_ranks_each_has_its_parts_of_matrices_in_one_tile() -> None:
         assert [each for tile in found for each in tile] == list(range(len(part)))
         of_matrices = [tile for tile in found if tile.stop > len(layout.rest(rank, 2))]
         assert of_matrices == [range(len(layout.rest(rank, 2)), len(part))]
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("name", ["Muon", "Muon, bf16 moments", "SinkGD"])
-def test_twenty_kills_leave_the_same_bits(name: str, tmp_path: Path) -> None:
-    job = (SINKGD if name == "SinkGD" else MUON)._replace(steps=300, dtype="bf16")
-    options = {"moments": "bf16"} if "moments" in name else {}
-    killed = kill_and_resume(job, DISK, tmp_path / "killed", 20, late=0.005, **options)
-    assert_same(killed, run(job, DISK, tmp_path / "whole", **options))

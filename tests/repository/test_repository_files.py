@@ -28,9 +28,14 @@ PACKAGE = ROOT / "offload"
 FORMS = sorted((ROOT / ".github" / "ISSUE_TEMPLATE").glob("*.yml"))
 
 
+TEST_FILES = {path.name: path for path in (ROOT / "tests").rglob("test_*.py")}
+
+
 def absent_tests(text: str) -> list[str]:
-    """Returns the files of tests that `text` names and that are not there."""
-    return [name for name in re.findall(r"\btests/[a-z_/]*test_[a-z0-9_]+\.py", text) if not (ROOT / name).is_file()]
+    """Returns the files of tests, and the tests as `file::test`, that `text` names and that are not there."""
+    files = [name for name in re.findall(r"\btests/[a-z_/]*test_[a-z0-9_]+\.py", text) if not (ROOT / name).is_file()]
+    tests = re.findall(r"`(?:[a-z_/]+/)?(test_\w+\.py)::(\w+)`", text)
+    return files + [f"{file}::{name}" for file, name in tests if not defines(TEST_FILES.get(file, Path()), name)]
 
 
 def test_tests_that_documents_and_code_name_exist() -> None:
@@ -41,6 +46,11 @@ def test_tests_that_documents_and_code_name_exist() -> None:
     named = {str(path.relative_to(ROOT)): absent_tests(path.read_text(encoding="utf-8")) for path in paths}
     assert {path: absent for path, absent in named.items() if absent} == {}
     assert absent_tests("`tests/none/test_none.py`, tests/conftest.py") == ["tests/none/test_none.py"]
+    known, gone = (
+        "test_docs.py::test_every_message_is_in_the_page",
+        ["test_docs.py::test_none", "test_none.py::test_it"],
+    )
+    assert absent_tests(", ".join(f"`{name}`" for name in [known, *gone])) == gone
 
 
 def commands(text: str) -> set[str]:

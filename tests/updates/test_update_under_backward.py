@@ -27,12 +27,10 @@ from tests.support.early_updates import backward, counts, finish_step_before, tr
 from tests.support.oracle import (
     Job,
     Result,
-    accumulated_step,
     assert_same,
     assert_same_tensors,
     config,
     dies,
-    kill_and_resume,
     least_host_memory,
     run,
     start,
@@ -607,18 +605,3 @@ def test_a_kill_between_two_commits_resumes_at_the_last_one(tmp_path: Path, writ
     """The killed backward writes over the slots of the steps since, or of the commit before, and not of the last."""
     dies(killed_under_a_backward, KILLED_JOB, tmp_path / "run", writes, False, every)
     assert_same(unbroken(), resumed(KILLED_JOB, tmp_path / "run", every))
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("schedule", ["micro_batch_major", "layer_major"])
-@pytest.mark.parametrize("seed", range(2))
-def test_kills_at_random_moments_change_nothing(tmp_path: Path, seed: int, schedule: str) -> None:
-    """Ten for each seed; a part of the steps clips."""
-    job = models.SHALLOW_DROPOUT._replace(
-        dtype=("bf16", "fp32")[seed % 2], steps=240, clip=1.2, accumulation=1 + 2 * seed
-    )
-    plain = {"by": accumulated_step, "schedule": "micro_batch_major", "speculate": False}
-    whole = run(job, KILLED_DISK, tmp_path / "whole", **plain)
-    early = {"by": accumulated_step, "schedule": schedule, "speculate": True}
-    killed = kill_and_resume(job, KILLED_DISK, tmp_path, kills=10, seed=seed, late=0.003, **early)
-    assert_same(whole, killed)
