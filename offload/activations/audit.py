@@ -15,7 +15,7 @@ alike, a step that is made again draws the same, and an update knows the draw of
 [Note: share] N blocks and M micro-batches make N M calls of about a step's compute together. So a step is audited with
 the probability min(1, 0.005 N M), and the audit's expected share of the compute is at most 0.5 %. Of the states in
 memory an update and the next step compute the checksums of a share of 0.005 M at most. All of them would take 1.4 times
-the processor time of AdamW's kernel: 12 bytes of a bf16 parameter, twice.
+the processor time of AdamW's kernel: 12 bytes of a bf16 parameter, twice. Further copies of weights take 6 bytes more.
 
 [Note: memory] The store has checksums of what it contains. For states in memory alone, the update computes them, after
 its kernel (`LocalShards.record_sum`). Frozen weights never change, so each audit of a block compares them with the
