@@ -284,6 +284,7 @@ def test_a_layer_takes_at_most_twenty_uses_of_units(tmp_path: Path) -> None:
 
 
 @pytest.mark.test_device
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("seed", range(3))
 def test_on_a_device_with_late_streams_the_bits_are_those_of_the_cpu(seed: int, tmp_path: Path) -> None:
     job = FEW._replace(dtype="bf16", steps=2, accumulation=2)

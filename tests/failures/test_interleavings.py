@@ -39,6 +39,7 @@ def test_no_order_of_ten_thousand_steps_does(tmp_path: Path, number: int) -> Non
     live(number, range(LIVES, ALL_LIVES), tmp_path)
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("name", ["power cut", "under the backward", "failed request"])
 def test_a_seed_alone_repeats_a_life(tmp_path: Path, name: str) -> None:
     seed = next(seed for seed in range(len(SCENARIOS)) if SCENARIOS[seed].name == name)

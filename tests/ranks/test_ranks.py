@@ -491,6 +491,7 @@ def train_in_buckets(job: Job, folder: Path) -> tuple[Result, list[Communication
 @pytest.mark.works(
     "Several ranks", "small units in one collective (`reduce_bucket_size`, `allgather_bucket_size`)", "right"
 )
+@pytest.mark.sample(2)
 @pytest.mark.parametrize(
     ("stage", "sent", "overlap"), [(1, None, True), (1, "bf16", False), (2, None, False), (2, None, True)]
 )
@@ -723,6 +724,7 @@ def test_a_step_sends_what_the_formulas_of_zero_say(
     assert (first.measured["collectives"], first.measured["sent_bytes"]) == first.sent.total and not other.measured
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize(("stage", "reductions"), [(1, 1), (2, 4)])
 def test_four_ranks_gather_once_a_step_and_reduce_as_the_stage_says(
     stage: int, reductions: int, four: RankPool, tmp_path: Path
@@ -734,6 +736,7 @@ def test_four_ranks_gather_once_a_step_and_reduce_as_the_stage_says(
 
 
 @pytest.mark.numeric
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("stage", [1, 2])
 def test_four_ranks_of_a_low_stage_equal_one_rank_in_every_placement(
     stage: int, four: RankPool, tmp_path: Path
