@@ -16,8 +16,6 @@ from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Fie
 from offload.errors import ConfigError
 from offload.sizes import MIB, parse_budget, parse_device_size, parse_size
 
-# -- block ---------------------------------------------------------------------------------------------
-
 
 def split_names(words: str) -> tuple[str, ...]:
     """Returns the names of keys that a string lists, separated by spaces or lines."""
