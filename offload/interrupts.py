@@ -134,6 +134,16 @@ def is_on_stack(call: FrameType) -> bool:
     return frame is call
 
 
+def handled() -> list[BaseException]:
+    """Returns the exception that is being handled, and the chain of its contexts."""
+    chain: list[BaseException] = []
+    error = sys.exc_info()[1]
+    while error is not None and error not in chain:
+        chain.append(error)
+        error = error.__context__
+    return chain
+
+
 def exit_on_next_signal(words: str, *numbers: int) -> Callable[[], None]:
     """Makes the next of these signals end the process at once, without a traceback. Main thread only.
 

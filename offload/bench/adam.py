@@ -139,11 +139,7 @@ def _rows(
         yield AdamRow(
             name=name,
             numel=arrays.weight.numel(),
-            weight_dtype=case.weight_dtype,
-            grad_dtype=case.grad_dtype,
-            moment_dtype=case.moment_dtype,
-            threads=case.threads,
-            isa=case.isa,
+            **case._asdict(),
             ms=median * 1e3,
             gb_per_s=arrays.weight.numel() * arrays.bytes_per_parameter / median / 1e9,
             of_probe=statistics.median(p / m for p, m in zip(bound, times, strict=True)),

@@ -10,12 +10,13 @@ from __future__ import annotations
 import os
 import queue
 import signal
-import sys
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from types import FrameType
 from typing import Any
+
+from offload.interrupts import handled
 
 ENDING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 """The signals that ask a command to end: Ctrl-C, a supervisor, a terminal that closes."""
@@ -55,7 +56,7 @@ def signals() -> Iterator[None]:
     def stop(number: int, frame: FrameType | None) -> None:
         arrived.put(number)
         # Not inside a finalizer, where the exception would be lost, and not while an earlier one is being handled.
-        if not in_finalizer(frame) and not any(error in raised for error in _handled()):
+        if not in_finalizer(frame) and not any(error in raised for error in handled()):
             raised.append(SystemExit(128 + number))
             raise raised[-1]
 
@@ -90,14 +91,6 @@ def in_finalizer(frame: FrameType | None) -> bool:
             return True
         frame = frame.f_back
     return False
-
-
-def _handled() -> Iterator[BaseException]:
-    """Yields the exception that is being handled, and the chain of its contexts."""
-    error = sys.exc_info()[1]
-    while error is not None:
-        yield error
-        error = error.__context__
 
 
 @contextmanager

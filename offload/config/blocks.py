@@ -16,8 +16,6 @@ from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Fie
 from offload.errors import ConfigError
 from offload.sizes import MIB, parse_budget, parse_device_size, parse_size
 
-# -- block ---------------------------------------------------------------------------------------------
-
 
 def split_names(words: str) -> tuple[str, ...]:
     """Returns the names of keys that a string lists, separated by spaces or lines."""
@@ -30,6 +28,11 @@ CHANGES_TRAINING = "changes the training and is not supported; remove it, or swi
 def missing(request: str, instead: str = "remove it, or switch it off") -> str:
     """Returns the reason for refusing a key: what the key asks for, and what to do instead."""
     return f"{request}, which is not supported; {instead}"
+
+
+def key(meaning: str, default: Any = None) -> Any:
+    """Declares a key of a block: its row of docs/reference/configuration.md, and its default."""
+    return Field(default, description=meaning)
 
 
 class Block(BaseModel):
@@ -286,14 +289,13 @@ class OffloadParam(Block):
     ALWAYS: ClassVar[Mapping[str, Any]] = {"pin_memory": True}
     SUGGESTION: ClassVar[Mapping[str, Any]] = {"device": "cpu"}
 
-    device: Tier = Field("none", description="tier of the weights: none (compute device), cpu, nvme")
-    nvme_path: Paths = Field((), description="folder or list of folders for swap files; one per drive")
-    max_in_cpu: Elements | None = Field(
-        None,
-        description="elements of weights on nvme that are also cached in host memory; default: as host_memory allows",
+    device: Tier = key("tier of the weights: none (compute device), cpu, nvme", "none")
+    nvme_path: Paths = key("folder or list of folders for swap files; one per drive", ())
+    max_in_cpu: Elements | None = key(
+        "elements of weights on nvme that are also cached in host memory; default: as host_memory allows"
     )
-    buffer_count: Count | None = Field(None, description="with buffer_size: another way to set max_in_cpu")
-    buffer_size: Count | None = Field(None, description="elements of a buffer; units may be larger")
+    buffer_count: Count | None = key("with buffer_size: another way to set max_in_cpu")
+    buffer_size: Count | None = key("elements of a buffer; units may be larger")
 
 
 class OffloadOptimizer(Block):
@@ -307,10 +309,10 @@ class OffloadOptimizer(Block):
     ALWAYS: ClassVar[Mapping[str, Any]] = {"pin_memory": True}
     SUGGESTION: ClassVar[Mapping[str, Any]] = {"device": "cpu"}
 
-    device: Tier = Field("none", description="tier of master weights and moments: none (compute device), cpu, nvme")
-    nvme_path: Paths = Field((), description="folder or list of folders for swap files; one per drive")
-    ratio: Annotated[Number, Field(le=1)] = Field(
-        1.0, description="fraction of the states in this tier, by bytes; those of the first units stay on the device"
+    device: Tier = key("tier of master weights and moments: none (compute device), cpu, nvme", "none")
+    nvme_path: Paths = key("folder or list of folders for swap files; one per drive", ())
+    ratio: Annotated[Number, Field(le=1)] = key(
+        "fraction of the states in this tier, by bytes; those of the first units stay on the device", 1.0
     )
 
 
@@ -319,8 +321,8 @@ class LeafModule(Block):
 
     REFUSED: ClassVar[dict[str, str]] = {"name_suffixes": 'is not supported; give complete names in "names"'}
 
-    classes: Names = Field((), description="class names of modules that are one unit each")
-    names: Names = Field((), description="names of modules that are one unit each")
+    classes: Names = key("class names of modules that are one unit each", ())
+    names: Names = key("names of modules that are one unit each", ())
 
 
 class ZeroOptimization(Block):
@@ -363,69 +365,62 @@ class ZeroOptimization(Block):
 
     SUGGESTION: ClassVar[Mapping[str, Any]] = {"stage": 3}
 
-    stage: Annotated[Integer, Field(ge=0, le=3)] = Field(
+    stage: Annotated[Integer, Field(ge=0, le=3)] = key(
+        "0 to 3; on several ranks 0 and 1 reduce the gradients of a step's micro-batches once, 2 and 3 each, or once "
+        "where the micro-batches take turns (schedule); 0 in a file without mics_shard_size keeps all states on each "
+        "rank, as that key does with 1; all else is the same in all stages",
         0,
-        description="0 to 3; on several ranks 0 and 1 reduce the gradients of a step's micro-batches once, 2 and 3 "
-        "each, or once where the micro-batches take turns (schedule); 0 in a file without mics_shard_size keeps all "
-        "states on each rank, as that key does with 1; all else is the same in all stages",
     )
-    offload_param: OffloadParam = Field(OffloadParam(), description="see below")
-    offload_optimizer: OffloadOptimizer = Field(OffloadOptimizer(), description="see below")
-    leaf_module: LeafModule = Field(LeafModule(), description="see below")
-    overlap_comm: bool | None = Field(
-        None,
-        description="whether the reduction of a unit goes on beside the backward of the next, on several ranks; takes "
-        "a second set of buffers on the device; default: true in stage 3, false in the others",
+    offload_param: OffloadParam = key("see below", OffloadParam())
+    offload_optimizer: OffloadOptimizer = key("see below", OffloadOptimizer())
+    leaf_module: LeafModule = key("see below", LeafModule())
+    overlap_comm: bool | None = key(
+        "whether the reduction of a unit goes on beside the backward of the next, on several ranks; takes a second set"
+        " of buffers on the device; default: true in stage 3, false in the others"
     )
-    mics_shard_size: Annotated[Integer, Field(ge=-1)] = Field(
+    mics_shard_size: Annotated[Integer, Field(ge=-1)] = key(
+        "ranks that hold one replica of weights, gradients and states, a divisor of their number; weights are gathered"
+        " within a replica, and sums of gradients are added up over the replicas; -1 or 0: all ranks; default: 1 where"
+        " a file says stage 0, and -1 elsewhere",
         -1,
-        description="ranks that hold one replica of weights, gradients and states, a divisor of their number; weights "
-        "are gathered within a replica, and sums of gradients are added up over the replicas; -1 or 0: all ranks; "
-        "default: 1 where a file says stage 0, and -1 elsewhere",
     )
-    zero_hpz_partition_size: Count = Field(
+    zero_hpz_partition_size: Count = key(
+        "ranks of a node, a divisor of their number: each keeps its part of the node's copy of all weights on its "
+        "device, so that a step gathers each weight over all ranks once, and within the node from then on; stage 3 "
+        "alone; 1: no copy",
         1,
-        description="ranks of a node, a divisor of their number: each keeps its part of the node's copy of all weights "
-        "on its device, so that a step gathers each weight over all ranks once, and within the node from then on; "
-        "stage 3 alone; 1: no copy",
     )
-    zero_quantized_weights: bool = Field(
+    zero_quantized_weights: bool = key(
+        "whether ranks gather weights that train as int8 codes, with a scale for each 128 of them, and compute with "
+        "the values of the codes; see concepts/quantized-collectives.md",
         False,
-        description="whether ranks gather weights that train as int8 codes, with a scale for each 128 of them, and "
-        "compute with the values of the codes; see concepts/quantized-collectives.md",
     )
-    zero_quantized_nontrainable_weights: bool = Field(False, description="the same for frozen weights")
-    zero_quantized_gradients: bool = Field(
-        False,
-        description="whether ranks send gradients as such codes, whose values each rank adds up in fp32; not with "
+    zero_quantized_nontrainable_weights: bool = key("the same for frozen weights", False)
+    zero_quantized_gradients: bool = key(
+        "whether ranks send gradients as such codes, whose values each rank adds up in fp32; not with "
         "communication_data_type",
+        False,
     )
-    sub_group_size: Count | None = Field(
-        None, description="elements of a tile of the update at most; default: 16 MiB of all states"
+    sub_group_size: Count | None = key("elements of a tile of the update at most; default: 16 MiB of all states")
+    reduce_bucket_size: Count | None = key(
+        "elements of gradients that ranks send in one collective at most, if it has several units; at most half of the"
+        " largest unit; only where all weights stay on the device; default: unit by unit"
     )
-    reduce_bucket_size: Count | None = Field(
-        None,
-        description="elements of gradients that ranks send in one collective at most, if it has several units; at most "
-        "half of the largest unit; only where all weights stay on the device; default: unit by unit",
+    allgather_bucket_size: Count | None = key("the same for the weights that ranks gather in one collective")
+    stage3_prefetch_bucket_size: Elements | None = key(
+        "elements prefetched at most, one unit at least; 0: none; default: as memory allows"
     )
-    allgather_bucket_size: Count | None = Field(
-        None, description="the same for the weights that ranks gather in one collective"
+    stage3_param_persistence_threshold: Elements = key(
+        "units of at most so many elements stay on the compute device", 0
     )
-    stage3_prefetch_bucket_size: Elements | None = Field(
-        None, description="elements prefetched at most, one unit at least; 0: none; default: as memory allows"
+    stage3_max_live_parameters: Count | None = key(
+        "elements on the compute device at most, beside those whose tier is none; one unit at least"
     )
-    stage3_param_persistence_threshold: Elements = Field(
-        0, description="units of at most so many elements stay on the compute device"
+    stage3_max_reuse_distance: Elements | None = key(
+        "a unit is evicted after its use if more elements than this are used before its next use"
     )
-    stage3_max_live_parameters: Count | None = Field(
-        None, description="elements on the compute device at most, beside those whose tier is none; one unit at least"
-    )
-    stage3_max_reuse_distance: Elements | None = Field(
-        None, description="a unit is evicted after its use if more elements than this are used before its next use"
-    )
-    stage3_gather_16bit_weights_on_model_save: bool | None = Field(
-        None,
-        description="false: save_16bit_model writes nothing in stage 3, as in DeepSpeed; default: the model is written",
+    stage3_gather_16bit_weights_on_model_save: bool | None = key(
+        "false: save_16bit_model writes nothing in stage 3, as in DeepSpeed; default: the model is written"
     )
 
     @model_validator(mode="before")
@@ -458,12 +453,12 @@ class Aio(Block):
     TUNING = ("single_submit", "overlap_events", "use_gds")
     OLD_NAMES: ClassVar[dict[str, str]] = {"thread_count": "intra_op_parallelism"}
 
-    block_size: Annotated[Size, Field(ge=4096)] | None = Field(
-        None, description="bytes of one read or write; rounded down to a multiple of 4096"
+    block_size: Annotated[Size, Field(ge=4096)] | None = key(
+        "bytes of one read or write; rounded down to a multiple of 4096"
     )
-    queue_depth: Annotated[Count, Field(le=4096)] | None = Field(None, description="blocks in flight for each thread")
-    intra_op_parallelism: Annotated[Count, Field(le=64)] | None = Field(
-        None, description="threads that hand blocks to the kernel; older name: thread_count"
+    queue_depth: Annotated[Count, Field(le=4096)] | None = key("blocks in flight for each thread")
+    intra_op_parallelism: Annotated[Count, Field(le=64)] | None = key(
+        "threads that hand blocks to the kernel; older name: thread_count"
     )
 
 
@@ -477,9 +472,9 @@ class _Folder(Block):
 
     SUGGESTION: ClassVar[Mapping[str, Any]] = {"enabled": True}
 
-    enabled: bool = Field(False, description="whether these files are written")
-    output_path: Annotated[str, BeforeValidator(expanded)] = Field("runs", description="folder of all jobs")
-    job_name: str | None = Field(None, description="folder in it; default: the name of the run")
+    enabled: bool = key("whether these files are written", False)
+    output_path: Annotated[str, BeforeValidator(expanded)] = key("folder of all jobs", "runs")
+    job_name: str | None = key("folder in it; default: the name of the run")
 
 
 class TensorBoard(_Folder):
@@ -495,11 +490,11 @@ class Wandb(Block):
 
     SUGGESTION: ClassVar[Mapping[str, Any]] = {"enabled": True}
 
-    enabled: bool = Field(False, description="whether the numbers are sent")
-    project: str = Field("offload", description="project")
-    team: str | None = Field(None, description="owner of the project; default: that of the login")
-    group: str | None = Field(None, description="group of runs")
-    name: str | None = Field(None, description="name of the run; default: one that wandb makes")
+    enabled: bool = key("whether the numbers are sent", False)
+    project: str = key("project", "offload")
+    team: str | None = key("owner of the project; default: that of the login")
+    group: str | None = key("group of runs")
+    name: str | None = key("name of the run; default: one that wandb makes")
 
 
 class CommsLogger(Block):
@@ -511,8 +506,8 @@ class CommsLogger(Block):
     )
     SUGGESTION: ClassVar[Mapping[str, Any]] = {"enabled": True}
 
-    enabled: bool = Field(
-        False, description="print the table when the engine is destroyed; `deepspeed.comm.log_summary` prints it too"
+    enabled: bool = key(
+        "print the table when the engine is destroyed; `deepspeed.comm.log_summary` prints it too", False
     )
 
 
@@ -525,18 +520,16 @@ class FlopsProfiler(Block):
     }
     SUGGESTION: ClassVar[Mapping[str, Any]] = {"enabled": True}
 
-    enabled: bool = Field(
+    enabled: bool = key(
+        "count the operations of a step and print them by module; from then on each step has TFLOPS, and MFU where the"
+        " peak of the device is known",
         False,
-        description="count the operations of a step and print them by module; from then on each step has TFLOPS, and "
-        "MFU where the peak of the device is known",
     )
-    profile_step: Count = Field(1, description="the step of this process that is counted, from 1")
-    module_depth: Annotated[int, Field(ge=-1)] = Field(-1, description="depth of the modules in the table; -1: all")
-    top_modules: Count = Field(1, description="with detailed false: modules in the table, those with most operations")
-    detailed: bool = Field(True, description="whether the table has each module down to module_depth")
-    output_file: Annotated[str, BeforeValidator(expanded)] | None = Field(
-        None, description="file for the table; default: stderr"
-    )
+    profile_step: Count = key("the step of this process that is counted, from 1", 1)
+    module_depth: Annotated[int, Field(ge=-1)] = key("depth of the modules in the table; -1: all", -1)
+    top_modules: Count = key("with detailed false: modules in the table, those with most operations", 1)
+    detailed: bool = key("whether the table has each module down to module_depth", True)
+    output_file: Annotated[str, BeforeValidator(expanded)] | None = key("file for the table; default: stderr")
 
 
 # -- optimizer -----------------------------------------------------------------------------------------
@@ -634,103 +627,78 @@ class OptimizerParams(Block):
     }
     SUGGESTION: ClassVar[Mapping[str, Any]] = {"lr": 3e-4}
 
-    lr: Number | None = Field(
-        None,
-        description="learning rate; required unless optimizer= is passed. deepspeed.initialize takes DeepSpeed's "
-        "default where it is absent, and says so",
+    lr: Number | None = key(
+        "learning rate; required unless optimizer= is passed. deepspeed.initialize takes DeepSpeed's default where it "
+        "is absent, and says so"
     )
-    betas: tuple[Beta, Beta] | None = Field(
-        None,
-        description="Adam, AdamW, Lamb, Lion, OneBitAdam, ZeroOneAdam, OneBitLamb, and of Muon and SinkGD what AdamW "
-        "trains: decay of the moments, each at least 0 and below 1; default [0.9, 0.999], of Muon [0.9, 0.95]",
+    betas: tuple[Beta, Beta] | None = key(
+        "Adam, AdamW, Lamb, Lion, OneBitAdam, ZeroOneAdam, OneBitLamb, and of Muon and SinkGD what AdamW trains: decay"
+        " of the moments, each at least 0 and below 1; default [0.9, 0.999], of Muon [0.9, 0.95]"
     )
-    eps: Number | None = Field(
-        None,
-        description="Adam, AdamW, Lamb, Adagrad, and of Muon and SinkGD what AdamW trains: added to the root of the "
-        "second moment; default 1e-8, of Adagrad and Muon 1e-10",
+    eps: Number | None = key(
+        "Adam, AdamW, Lamb, Adagrad, and of Muon and SinkGD what AdamW trains: added to the root of the second moment;"
+        " default 1e-8, of Adagrad and Muon 1e-10"
     )
-    weight_decay: Number | None = Field(
-        None,
-        description="default 0, of AdamW with torch_adam 0.01; decoupled for AdamW, Lamb, Lion, Muon, SinkGD, and for "
-        "Adam with adam_w_mode",
+    weight_decay: Number | None = key(
+        "default 0, of AdamW with torch_adam 0.01; decoupled for AdamW, Lamb, Lion, Muon, SinkGD, and for Adam with "
+        "adam_w_mode"
     )
-    adam_w_mode: bool | None = Field(None, description="Adam: true by default; false adds the decay to the gradient")
-    torch_adam: bool | None = Field(
-        None,
-        description="true: the weight_decay of AdamW is by default that of torch.optim, as in DeepSpeed; the kernel "
-        "stays the same",
+    adam_w_mode: bool | None = key("Adam: true by default; false adds the decay to the gradient")
+    torch_adam: bool | None = key(
+        "true: the weight_decay of AdamW is by default that of torch.optim, as in DeepSpeed; the kernel stays the same"
     )
-    bias_correction: bool | None = Field(
-        None,
-        description="Adam, AdamW, Lamb: only true; ZeroOneAdam, OneBitLamb: only false; OneBitAdam: default false, as "
-        "DeepSpeed computes it",
+    bias_correction: bool | None = key(
+        "Adam, AdamW, Lamb: only true; ZeroOneAdam, OneBitLamb: only false; OneBitAdam: default false, as DeepSpeed "
+        "computes it"
     )
-    freeze_step: Count | None = Field(
-        None,
-        description="OneBitAdam, OneBitLamb: steps of the warm-up, after which ranks send signs and the variance is "
-        "frozen; default 100000",
+    freeze_step: Count | None = key(
+        "OneBitAdam, OneBitLamb: steps of the warm-up, after which ranks send signs and the variance is frozen; "
+        "default 100000"
     )
-    var_freeze_step: Count | None = Field(
-        None,
-        description="ZeroOneAdam: step after which the variance is frozen, and ranks train by themselves between two "
-        "exchanges; default 100000",
+    var_freeze_step: Count | None = key(
+        "ZeroOneAdam: step after which the variance is frozen, and ranks train by themselves between two exchanges; "
+        "default 100000"
     )
-    var_update_scaler: Count | None = Field(
-        None,
-        description="ZeroOneAdam: updates of the variance after which their interval doubles, from 1 step on; default "
-        "16",
+    var_update_scaler: Count | None = key(
+        "ZeroOneAdam: updates of the variance after which their interval doubles, from 1 step on; default 16"
     )
-    local_step_scaler: Count | None = Field(
-        None,
-        description="ZeroOneAdam: steps after the freeze after which the interval of exchanges doubles, from 1 step "
-        "on; default 32678",
+    local_step_scaler: Count | None = key(
+        "ZeroOneAdam: steps after the freeze after which the interval of exchanges doubles, from 1 step on; default "
+        "32678"
     )
-    local_step_clipper: Count | None = Field(
-        None, description="ZeroOneAdam: most steps from one exchange to the next; default 16"
+    local_step_clipper: Count | None = key("ZeroOneAdam: most steps from one exchange to the next; default 16")
+    fp32_optimizer_states: Literal[True] | None = key(
+        'only true: moments are fp32; for bf16 leave it out, and set "moments" in the block offload'
     )
-    fp32_optimizer_states: Literal[True] | None = Field(
-        None, description='only true: moments are fp32; for bf16 leave it out, and set "moments" in the block offload'
+    max_coeff: Number | None = key("Lamb, OneBitLamb: bound of the trust ratio, default 10")
+    min_coeff: Number | None = key("Lamb, OneBitLamb: bound of the trust ratio, default 0.01")
+    coeff_beta: Beta | None = key(
+        "OneBitLamb: decay of the mean of a parameter's trust ratios in the warm-up, default 0.9"
     )
-    max_coeff: Number | None = Field(None, description="Lamb, OneBitLamb: bound of the trust ratio, default 10")
-    min_coeff: Number | None = Field(None, description="Lamb, OneBitLamb: bound of the trust ratio, default 0.01")
-    coeff_beta: Beta | None = Field(
-        None, description="OneBitLamb: decay of the mean of a parameter's trust ratios in the warm-up, default 0.9"
+    factor_max: Number | None = key("OneBitLamb: bound of the factor of that mean after the warm-up, default 4")
+    factor_min: Number | None = key("OneBitLamb: bound of that factor, default 0.5")
+    factor_threshold: Number | None = key(
+        "OneBitLamb: largest share by which that factor changes in a step, default 0.1"
     )
-    factor_max: Number | None = Field(
-        None, description="OneBitLamb: bound of the factor of that mean after the warm-up, default 4"
+    lr_decay: Number | None = key("Adagrad: default 0")
+    momentum: Number | None = key("SGD: default 0, which keeps no moment; Muon: default 0.95, below 1")
+    dampening: Number | None = key("SGD: default 0")
+    nesterov: bool | None = key("SGD: default false; needs a momentum, and no dampening; Muon: default true")
+    muon_lr: Number | None = key("Muon: learning rate of the matrices; default: lr")
+    sinkgd_lr: Number | None = key("SinkGD: learning rate of the matrices; default: lr")
+    adam_lr: Number | None = key("Muon, SinkGD: learning rate of what is no matrix; default: lr")
+    ns_steps: Annotated[Count, Field(lt=100)] | None = key("Muon: Newton-Schulz iterations, default 5")
+    ns_coefficients: tuple[float, float, float] | None = key(
+        "Muon: coefficients of an iteration, default [3.4445, -4.775, 2.0315]"
     )
-    factor_min: Number | None = Field(None, description="OneBitLamb: bound of that factor, default 0.5")
-    factor_threshold: Number | None = Field(
-        None, description="OneBitLamb: largest share by which that factor changes in a step, default 0.1"
+    ns_method: Literal["standard"] | None = key(
+        'Muon: only "standard"; DeepSpeed\'s "gram" computes the same direction in fp16'
     )
-    lr_decay: Number | None = Field(None, description="Adagrad: default 0")
-    momentum: Number | None = Field(
-        None, description="SGD: default 0, which keeps no moment; Muon: default 0.95, below 1"
+    adjust_lr_fn: Literal["original", "match_rms_adamw"] | None = key(
+        'Muon: factor of the matrices\' learning rate. "original" (default): the root of rows over '
+        'columns, at least 1; "match_rms_adamw": 0.2 times the root of the larger of both, for AdamW\'s lr'
     )
-    dampening: Number | None = Field(None, description="SGD: default 0")
-    nesterov: bool | None = Field(
-        None, description="SGD: default false; needs a momentum, and no dampening; Muon: default true"
-    )
-    muon_lr: Number | None = Field(None, description="Muon: learning rate of the matrices; default: lr")
-    sinkgd_lr: Number | None = Field(None, description="SinkGD: learning rate of the matrices; default: lr")
-    adam_lr: Number | None = Field(None, description="Muon, SinkGD: learning rate of what is no matrix; default: lr")
-    ns_steps: Annotated[Count, Field(lt=100)] | None = Field(
-        None, description="Muon: Newton-Schulz iterations, default 5"
-    )
-    ns_coefficients: tuple[float, float, float] | None = Field(
-        None, description="Muon: coefficients of an iteration, default [3.4445, -4.775, 2.0315]"
-    )
-    ns_method: Literal["standard"] | None = Field(
-        None, description='Muon: only "standard"; DeepSpeed\'s "gram" computes the same direction in fp16'
-    )
-    adjust_lr_fn: Literal["original", "match_rms_adamw"] | None = Field(
-        None,
-        description='Muon: factor of the matrices\' learning rate. "original" (default): the root of rows over '
-        'columns, at least 1; "match_rms_adamw": 0.2 times the root of the larger of both, for AdamW\'s lr',
-    )
-    iterations: Count | None = Field(
-        None, description="SinkGD: normalizations of the rows and of the columns of a gradient, default 5"
-    )
+    iterations: Count | None = key("SinkGD: normalizations of the rows and of the columns of a gradient, default 5")
 
 
 SIGNED = ("OneBitAdam", "ZeroOneAdam", "OneBitLamb")
@@ -745,13 +713,13 @@ class OptimizerBlock(Block):
     TUNING = ("legacy_fusion",)
     SUGGESTION: ClassVar[Mapping[str, Any]] = {"type": "AdamW", "params": {"lr": 3e-4}}
 
-    type: OptimizerType = Field(
+    type: OptimizerType = key(
+        "Adam, AdamW, Lamb, Adagrad, Lion, SGD, Muon, SinkGD, OneBitAdam, ZeroOneAdam or OneBitLamb, in any case of "
+        "letters; or a class of torch, as torch.optim.NAdam or, as DeepSpeed spells it, NAdam, whose params are those "
+        "of the class",
         "AdamW",
-        description="Adam, AdamW, Lamb, Adagrad, Lion, SGD, Muon, SinkGD, OneBitAdam, ZeroOneAdam or OneBitLamb, in "
-        "any case of letters; or a class of torch, as torch.optim.NAdam or, as DeepSpeed spells it, NAdam, whose "
-        "params are those of the class",
     )
-    params: OptimizerParams = Field(OptimizerParams(), description="see below")
+    params: OptimizerParams = key("see below", OptimizerParams())
     torch_params: dict[str, Any] = Field({}, exclude=True)
     """The params of a class of torch. A file has them under "params"."""
 
@@ -841,12 +809,12 @@ class Bf16(Block):
     REFUSED: ClassVar[dict[str, str]] = {"bf16_master_weights_and_grads": missing("has no fp32 masters")}
     SUGGESTION: ClassVar[Mapping[str, Any]] = {"enabled": True}
 
-    enabled: bool = Field(
-        False, description='whether the mode is on; "auto": off, except in `offload train` and `offload.auto_dtype`'
+    enabled: bool = key(
+        'whether the mode is on; "auto": off, except in `offload train` and `offload.auto_dtype`', False
     )
-    auto_cast: bool | None = Field(None, description=_AUTO_CAST)
-    bf16_optimizer_states: bool = Field(
-        False, description='whether the moments are bf16, as with "moments": "bf16" in the block offload'
+    auto_cast: bool | None = key(_AUTO_CAST)
+    bf16_optimizer_states: bool = key(
+        'whether the moments are bf16, as with "moments": "bf16" in the block offload', False
     )
 
 
@@ -857,18 +825,16 @@ class Fp16(Block):
     REFUSED: ClassVar[dict[str, str]] = {"fp16_master_weights_and_grads": missing("has no fp32 masters")}
     SUGGESTION: ClassVar[Mapping[str, Any]] = {"enabled": True}
 
-    enabled: bool = Field(False, description="whether the mode is on")
-    auto_cast: bool | None = Field(None, description=_AUTO_CAST)
-    loss_scale: Number = Field(0.0, description="factor of the loss; 0: dynamic, adjusted while training")
-    initial_scale_power: Annotated[Elements, Field(le=32)] = Field(
-        16, description="a dynamic scale begins with 2 to that power"
+    enabled: bool = key("whether the mode is on", False)
+    auto_cast: bool | None = key(_AUTO_CAST)
+    loss_scale: Number = key("factor of the loss; 0: dynamic, adjusted while training", 0.0)
+    initial_scale_power: Annotated[Elements, Field(le=32)] = key("a dynamic scale begins with 2 to that power", 16)
+    loss_scale_window: Count = key("steps without an overflow after which the scale doubles", 1000)
+    hysteresis: Count = key("number of overflows of which the last halves the scale", 2)
+    consecutive_hysteresis: bool = key(
+        "whether each step without an overflow resets the hysteresis; false: only a window of them", False
     )
-    loss_scale_window: Count = Field(1000, description="steps without an overflow after which the scale doubles")
-    hysteresis: Count = Field(2, description="number of overflows of which the last halves the scale")
-    consecutive_hysteresis: bool = Field(
-        False, description="whether each step without an overflow resets the hysteresis; false: only a window of them"
-    )
-    min_loss_scale: Annotated[Number, Field(gt=0)] = Field(1.0, description="lower bound of a dynamic scale")
+    min_loss_scale: Annotated[Number, Field(gt=0)] = key("lower bound of a dynamic scale", 1.0)
 
     @model_validator(mode="after")
     def _fits(self) -> Fp16:
@@ -887,9 +853,9 @@ class TorchAutocast(Block):
     TUNING = ("lower_precision_safe_modules",)
     SUGGESTION: ClassVar[Mapping[str, Any]] = {"enabled": True}
 
-    enabled: bool = Field(False, description="whether `engine(...)` runs the model under torch.autocast")
-    dtype: Annotated[Literal["bf16", "fp16"], BeforeValidator(lambda value: short_dtype(value))] = Field(
-        "bf16", description="dtype of autocast; fp16 is refused: it needs a loss scale, which the fp16 block has"
+    enabled: bool = key("whether `engine(...)` runs the model under torch.autocast", False)
+    dtype: Annotated[Literal["bf16", "fp16"], BeforeValidator(lambda value: short_dtype(value))] = key(
+        "dtype of autocast; fp16 is refused: it needs a loss scale, which the fp16 block has", "bf16"
     )
 
 
@@ -899,9 +865,9 @@ class Compile(Block):
     TUNING = split_names("free_activation offload_activation offload_opt_states double_buffer debug_log")
     SUGGESTION: ClassVar[Mapping[str, Any]] = {"enabled": True}
 
-    enabled: bool = Field(False, description="whether torch compiles each block, also as deepcompile")
-    backend: str = Field("inductor", description="backend of torch.compile")
-    kwargs: dict[str, Any] = Field({}, description='further keywords of torch.compile; "dynamic" is false by default')
+    enabled: bool = key("whether torch compiles each block, also as deepcompile", False)
+    backend: str = key("backend of torch.compile", "inductor")
+    kwargs: dict[str, Any] = key('further keywords of torch.compile; "dynamic" is false by default', {})
 
     @classmethod
     def arranged(cls, content: Mapping[str, Any]) -> Mapping[str, Any]:
@@ -917,15 +883,13 @@ class Fp8(Block):
 
     SUGGESTION: ClassVar[Mapping[str, Any]] = {"enabled": True}
 
-    enabled: bool = Field(False, description="whether these layers multiply in fp8; needs torchao")
-    recipe: Literal["tensorwise", "rowwise", "rowwise_with_gw_hp"] = Field(
+    enabled: bool = key("whether these layers multiply in fp8; needs torchao", False)
+    recipe: Literal["tensorwise", "rowwise", "rowwise_with_gw_hp"] = key(
+        "torchao's name for the scales: one a matrix, one a row, or that with gradients of weights in the dtype of the"
+        " run",
         "tensorwise",
-        description="torchao's name for the scales: one a matrix, one a row, or that with gradients of weights in the "
-        "dtype of the run",
     )
-    emulate: bool = Field(
-        False, description="round as fp8 does, and multiply in the dtype of the run: on any device, saves no time"
-    )
+    emulate: bool = key("round as fp8 does, and multiply in the dtype of the run: on any device, saves no time", False)
 
 
 class TensorParallel(Block):
@@ -952,10 +916,10 @@ class TensorParallel(Block):
     }
     SUGGESTION: ClassVar[Mapping[str, Any]] = {"autotp_size": 2}
 
-    autotp_size: Count = Field(
+    autotp_size: Count = key(
+        'ranks that compute each layer together, a divisor of their number; also as `"tp_size"`, and as `{"tp": '
+        '{"tp_size": 2}}`; for models of transformers with a plan, see guides/tensor-parallelism.md',
         1,
-        description='ranks that compute each layer together, a divisor of their number; also as `"tp_size"`, and as '
-        '`{"tp": {"tp_size": 2}}`; for models of transformers with a plan, see guides/tensor-parallelism.md',
     )
 
     @classmethod
@@ -987,11 +951,11 @@ class ExpertParallel(Block):
     )
     SUGGESTION: ClassVar[Mapping[str, Any]] = {"enabled": True}
 
-    enabled: bool = Field(False, description="whether experts are divided")
-    autoep_size: Count = Field(
+    enabled: bool = key("whether experts are divided", False)
+    autoep_size: Count = key(
+        "ranks among which the experts of a layer are divided, for stacked experts of transformers; beside tensor "
+        "parallelism the same number as `tensor_parallel.autotp_size`",
         1,
-        description="ranks among which the experts of a layer are divided, for stacked experts of transformers; beside "
-        "tensor parallelism the same number as `tensor_parallel.autotp_size`",
     )
 
     @property
@@ -1005,15 +969,12 @@ class DataTypes(Block):
 
     SUGGESTION: ClassVar[Mapping[str, Any]] = {"grad_accum_dtype": "fp32"}
 
-    param_dtype: SumDtype | None = Field(
-        None, description="dtype of the weights; an error if it is not that of the blocks bf16 and fp16"
+    param_dtype: SumDtype | None = key("dtype of the weights; an error if it is not that of the blocks bf16 and fp16")
+    grad_accum_dtype: SumDtype | None = key(
+        "dtype in which micro-batches are added: fp32 by default, that of the weights for one micro-batch"
     )
-    grad_accum_dtype: SumDtype | None = Field(
-        None,
-        description="dtype in which micro-batches are added: fp32 by default, that of the weights for one micro-batch",
-    )
-    buffer_dtype: SumDtype | None = Field(
-        None, description="dtype of floating-point buffers (BatchNorm's statistics): unchanged by default"
+    buffer_dtype: SumDtype | None = key(
+        "dtype of floating-point buffers (BatchNorm's statistics): unchanged by default"
     )
 
 
@@ -1027,22 +988,20 @@ class ActivationCheckpointing(Block):
 
     REFUSED: ClassVar[dict[str, str]] = {}
 
-    number_checkpoints: Count | None = Field(
-        None, description="blocks that are computed again, the first ones of the model; default: all"
+    number_checkpoints: Count | None = key("blocks that are computed again, the first ones of the model; default: all")
+    cpu_checkpointing: bool = key('true: the same as `"activations": "cpu"` in "offload"', False)
+    contiguous_memory_optimization: bool = key(
+        "host memory for all inputs is allocated at once, with the first one", False
     )
-    cpu_checkpointing: bool = Field(False, description='true: the same as `"activations": "cpu"` in "offload"')
-    contiguous_memory_optimization: bool = Field(
-        False, description="host memory for all inputs is allocated at once, with the first one"
-    )
-    partition_activations: bool = Field(
+    partition_activations: bool = key(
+        "blocks are computed again; of their inputs each rank of tensor parallelism keeps a part, and all parts are "
+        "gathered before; data-parallel ranks have inputs of their own, of which nothing is divided",
         False,
-        description="blocks are computed again; of their inputs each rank of tensor parallelism keeps a part, and all "
-        "parts are gathered before; data-parallel ranks have inputs of their own, of which nothing is divided",
     )
-    synchronize_checkpoint_boundary: bool = Field(
-        False, description="wait for the device at the border of each block; slower, for measurements"
+    synchronize_checkpoint_boundary: bool = key(
+        "wait for the device at the border of each block; slower, for measurements", False
     )
-    profile: bool = Field(False, description="log the seconds of each block's forward and recomputation, step by step")
+    profile: bool = key("log the seconds of each block's forward and recomputation, step by step", False)
 
     @property
     def computes_again(self) -> bool:
@@ -1069,10 +1028,10 @@ class ScheduleParams(Block):
 class RangeTestParams(ScheduleParams):
     """LRRangeTest: rises without end, to find the largest learning rate that trains."""
 
-    lr_range_test_min_lr: Rates = Field(1e-3, description="learning rate at the start")
-    lr_range_test_step_size: Count = Field(2000, description="steps in which it rises by min_lr * step_rate")
-    lr_range_test_step_rate: Number = Field(1.0, description="how fast it rises")
-    lr_range_test_staircase: bool = Field(False, description="rise only at the end of each step_size")
+    lr_range_test_min_lr: Rates = key("learning rate at the start", 1e-3)
+    lr_range_test_step_size: Count = key("steps in which it rises by min_lr * step_rate", 2000)
+    lr_range_test_step_rate: Number = key("how fast it rises", 1.0)
+    lr_range_test_staircase: bool = key("rise only at the end of each step_size", False)
 
 
 class OneCycleParams(ScheduleParams):
@@ -1082,20 +1041,16 @@ class OneCycleParams(ScheduleParams):
 
     cycle_min_lr: Rates = Field(description="learning rate at both ends of the cycle; required")
     cycle_max_lr: Rates = Field(description="learning rate in the middle; required")
-    decay_lr_rate: Number = Field(
-        0.0, description="after the cycle: cycle_min_lr / (1 + decay_lr_rate * steps / decay_step_size)"
-    )
-    cycle_first_step_size: Count = Field(2000, description="steps up")
-    cycle_second_step_size: Elements | None = Field(None, description="steps down; default: as many as up")
-    cycle_first_stair_count: Elements = Field(0, description="stairs on the way up; 0: each step rises")
-    cycle_second_stair_count: Elements | None = Field(None, description="stairs down; default: as many as up")
-    decay_step_size: Elements = Field(0, description="steps of the decay's unit; 0: no decay")
-    cycle_momentum: bool = Field(True, description="whether the momentum, betas[0], moves too")
-    cycle_min_mom: Momentum = Field(0.8, description="momentum in the middle")
-    cycle_max_mom: Momentum = Field(0.9, description="momentum at both ends of the cycle")
-    decay_mom_rate: Number = Field(
-        0.0, description="after the cycle: cycle_max_mom * (1 + decay_mom_rate * steps / decay_step_size)"
-    )
+    decay_lr_rate: Number = key("after the cycle: cycle_min_lr / (1 + decay_lr_rate * steps / decay_step_size)", 0.0)
+    cycle_first_step_size: Count = key("steps up", 2000)
+    cycle_second_step_size: Elements | None = key("steps down; default: as many as up")
+    cycle_first_stair_count: Elements = key("stairs on the way up; 0: each step rises", 0)
+    cycle_second_stair_count: Elements | None = key("stairs down; default: as many as up")
+    decay_step_size: Elements = key("steps of the decay's unit; 0: no decay", 0)
+    cycle_momentum: bool = key("whether the momentum, betas[0], moves too", True)
+    cycle_min_mom: Momentum = key("momentum in the middle", 0.8)
+    cycle_max_mom: Momentum = key("momentum at both ends of the cycle", 0.9)
+    decay_mom_rate: Number = key("after the cycle: cycle_max_mom * (1 + decay_mom_rate * steps / decay_step_size)", 0.0)
 
 
 _MAX_LR = 'learning rate at the end of the warm-up; "auto": each group\'s own learning rate'
@@ -1110,27 +1065,27 @@ class WarmupParams(ScheduleParams):
     ORDERED = (("warmup_min_lr", "warmup_max_lr"),)
     OWN_AUTO = ("warmup_max_lr",)
 
-    warmup_min_lr: Rates = Field(0.0, description="learning rate at the start")
-    warmup_max_lr: RatesOrAuto = Field("auto", description=_MAX_LR)
-    warmup_num_steps: Count = Field(1000, description=_WARM_UP)
-    warmup_type: WarmupType = Field("log", description=_WARMUP_TYPE)
+    warmup_min_lr: Rates = key("learning rate at the start", 0.0)
+    warmup_max_lr: RatesOrAuto = key(_MAX_LR, "auto")
+    warmup_num_steps: Count = key(_WARM_UP, 1000)
+    warmup_type: WarmupType = key(_WARMUP_TYPE, "log")
 
 
 class WarmupDecayParams(WarmupParams):
     """WarmupDecayLR: rises, and falls to 0 in a line."""
 
     total_num_steps: Count = Field(description=_TOTAL)
-    warmup_max_lr: RatesOrAuto = Field(1e-3, description=_MAX_LR)
+    warmup_max_lr: RatesOrAuto = key(_MAX_LR, 1e-3)
 
 
 class WarmupCosineParams(ScheduleParams):
     """WarmupCosineLR: rises to each group's own learning rate, and falls along a cosine."""
 
     total_num_steps: Count = Field(description=_TOTAL)
-    warmup_min_ratio: Ratio = Field(0.0, description="fraction of the learning rate at which the warm-up begins")
-    warmup_num_steps: Count = Field(1000, description=_WARM_UP)
-    cos_min_ratio: Ratio = Field(1e-4, description="fraction of the learning rate at which the cosine ends")
-    warmup_type: WarmupType = Field("log", description=_WARMUP_TYPE)
+    warmup_min_ratio: Ratio = key("fraction of the learning rate at which the warm-up begins", 0.0)
+    warmup_num_steps: Count = key(_WARM_UP, 1000)
+    cos_min_ratio: Ratio = key("fraction of the learning rate at which the cosine ends", 1e-4)
+    warmup_type: WarmupType = key(_WARMUP_TYPE, "log")
 
 
 SCHEDULES: dict[str, type[ScheduleParams]] = {
@@ -1170,7 +1125,7 @@ class SchedulerBlock(Block):
         description="`WarmupLR`, `WarmupDecayLR`, `WarmupCosineLR`, `OneCycle`, `LRRangeTest`, or of "
         f"torch.optim.lr_scheduler {', '.join(f'`{name}`' for name in TORCH_SCHEDULES)}"
     )
-    params: dict[Any, Any] = Field({}, description="see below; torch's schedules take torch's arguments")
+    params: dict[Any, Any] = key("see below; torch's schedules take torch's arguments", {})
 
 
 # -- offload block -------------------------------------------------------------------------------------
@@ -1181,11 +1136,10 @@ class SchedulerBlock(Block):
 class Debug(Block):
     """Switches that find faults."""
 
-    poison: bool = Field(False, description="fill freed device memory with NaN and place weights at random addresses")
-    overlap: bool = Field(True, description="run updates while the next forward runs")
-    collectives: bool = Field(
-        False,
-        description="call the collectives of several ranks in a process that trains alone too, over a group of one",
+    poison: bool = key("fill freed device memory with NaN and place weights at random addresses", False)
+    overlap: bool = key("run updates while the next forward runs", True)
+    collectives: bool = key(
+        "call the collectives of several ranks in a process that trains alone too, over a group of one", False
     )
 
 
@@ -1200,173 +1154,154 @@ class OffloadBlock(Block):
 
     OWN_AUTO = ("run", "resume", "io_backend", "activations", "speculate", "tile_mlp", "keep_in_fp32")
 
-    run: Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$", max_length=128)] = Field(
-        "default", description="name of the run: its folder under each nvme_path"
+    run: Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$", max_length=128)] = key(
+        "name of the run: its folder under each nvme_path", "default"
     )
-    nvme_path: Paths = Field(
-        (), description="folder or list of folders for swap files, used if the blocks above name none"
-    )
-    device: DeviceName = Field(
+    nvme_path: Paths = key("folder or list of folders for swap files, used if the blocks above name none", ())
+    device: DeviceName = key(
+        "compute device: auto, cpu, cuda (ROCm too), or another accelerator of torch, such as xpu or npu; auto: the "
+        "accelerator if there is one",
         "auto",
-        description="compute device: auto, cpu, cuda (ROCm too), or another accelerator of torch, such as xpu or npu; "
-        "auto: the accelerator if there is one",
     )
-    host_memory: Memory | None = Field(
-        None,
-        description="host budget of the process, as '16GiB'; default: as needed, at most the free memory but 6 GiB or "
-        "5 % of it beside a GPU, and at most 80 % where the CPU computes",
+    host_memory: Memory | None = key(
+        "host budget of the process, as '16GiB'; default: as needed, at most the free memory but 6 GiB or 5 % of it "
+        "beside a GPU, and at most 80 % where the CPU computes"
     )
-    device_memory: DeviceMemory | None = Field(
-        None,
-        description="device budget for weights, as '8GiB', or '50%': that share of the model's weights stays on the "
-        "device; default: states in the tier none, and three of the largest unit",
+    device_memory: DeviceMemory | None = key(
+        "device budget for weights, as '8GiB', or '50%': that share of the model's weights stays on the device; "
+        "default: states in the tier none, and three of the largest unit"
     )
-    memory_watch: bool = Field(
+    memory_watch: bool = key(
+        "give clean pages of host_memory back where a limit of memory is near (the machine's, a cgroup's, its "
+        "memory.high), and take them again later; false: the budget stays as it is. See concepts/memory-budgets.md",
         True,
-        description="give clean pages of host_memory back where a limit of memory is near (the machine's, a cgroup's, "
-        "its memory.high), and take them again later; false: the budget stays as it is. See "
-        "concepts/memory-budgets.md",
     )
-    durability: Literal["auto", "step", "none"] | Every = Field(
+    durability: Literal["auto", "step", "none"] | Every = key(
+        'step: every step survives a kill; {"every": 10}: every tenth; none: no resume, and fewer bytes on disk: half,'
+        " where updates wait for the step (see speculate); auto: step where it fits",
         "auto",
-        description='step: every step survives a kill; {"every": 10}: every tenth; none: no resume, and fewer bytes on '
-        "disk: half, where updates wait for the step (see speculate); auto: step where it fits",
     )
-    keep_every: Annotated[Integer, Field(ge=0)] = Field(
-        0,
-        description="keep the state of each step that is a multiple of this, as a run RUN@STEP beside the run, which "
-        "`offload fork` continues; it shares the run's bytes on XFS and btrfs, and is a copy elsewhere; 0: none. See "
+    keep_every: Annotated[Integer, Field(ge=0)] = key(
+        "keep the state of each step that is a multiple of this, as a run RUN@STEP beside the run, which `offload "
+        "fork` continues; it shares the run's bytes on XFS and btrfs, and is a copy elsewhere; 0: none. See "
         "guides/resume-a-run.md",
+        0,
     )
-    resume: Literal["never", "auto", "must", "restart"] = Field(
+    resume: Literal["never", "auto", "must", "restart"] = key(
+        "auto: resume the run in the swap files, if there is one; must: an error if there is none; restart: replace it"
+        " by a new run; never: the same, but an error if the earlier run was killed and not closed by `destroy()`, or "
+        "was another job whose last step was not saved",
         "never",
-        description="auto: resume the run in the swap files, if there is one; must: an error if there is none; "
-        "restart: replace it by a new run; never: the same, but an error if the earlier run was killed and not closed "
-        "by `destroy()`, or was another job whose last step was not saved",
     )
-    seed: Annotated[Integer, Field(ge=0, lt=2**63)] = Field(
-        0, description="seed of weights made by offload.init and of the loader"
+    seed: Annotated[Integer, Field(ge=0, lt=2**63)] = key("seed of weights made by offload.init and of the loader", 0)
+    frozen: Literal["int8", "nf4"] | None = key(
+        "store the frozen matrices of linear layers and of stacked experts as blocks of codes, int8 or nf4 (4 bits): a"
+        " half or about a quarter of the bytes on disk, in RAM and on the bus; the device makes weights of them for "
+        "each use. Default: in the dtype of the model; see guides/frozen-weights.md"
     )
-    frozen: Literal["int8", "nf4"] | None = Field(
-        None,
-        description="store the frozen matrices of linear layers and of stacked experts as blocks of codes, int8 or nf4 "
-        "(4 bits): a half or about a quarter of the bytes on disk, in RAM and on the bus; the device makes weights of "
-        "them for each use. Default: in the dtype of the model; see guides/frozen-weights.md",
-    )
-    frozen_files: bool = Field(
+    frozen_files: bool = key(
+        "read frozen weights of the tier nvme from the model's own safetensors files, where these contain the bytes "
+        "that the run needs, each of several ranks its partition; false: copy them to the swap files. A run that "
+        "resumes keeps its own place. See guides/frozen-weights.md",
         True,
-        description="read frozen weights of the tier nvme from the model's own safetensors files, where these contain "
-        "the bytes that the run needs, each of several ranks its partition; false: copy them to the swap files. A run "
-        "that resumes keeps its own place. See guides/frozen-weights.md",
     )
-    activations: Literal["device", "cpu", "nvme", "auto"] | None = Field(
-        None,
-        description="blocks of the model are computed again in backward, and their inputs wait on the device, in host "
-        "memory, in files, or (auto) where there is room; default: as activation_checkpointing says, else not at all",
+    activations: Literal["device", "cpu", "nvme", "auto"] | None = key(
+        "blocks of the model are computed again in backward, and their inputs wait on the device, in host memory, in "
+        "files, or (auto) where there is room; default: as activation_checkpointing says, else not at all"
     )
-    activation_memory: Memory | None = Field(
-        None,
-        description="host memory for these inputs, part of host_memory; default: 2 GiB or 1/32 of the budget, "
-        "at most half of what it leaves, and what weights and states do not use; on a CPU without host_memory, 80 % of "
-        "what is free",
+    activation_memory: Memory | None = key(
+        "host memory for these inputs, part of host_memory; default: 2 GiB or 1/32 of the budget, at most half of what"
+        " it leaves, and what weights and states do not use; on a CPU without host_memory, 80 % of what is free"
     )
-    experts: Literal["auto", "grouped", "each", "visited", "whole"] = Field(
+    experts: Literal["auto", "grouped", "each", "visited", "whole"] = key(
+        "experts that transformers stacks in one parameter. grouped: at most eight groups of each layer's experts are "
+        "units of their own, and multiply by grouped products; each: each expert is a unit, read only if a token "
+        "visits it; visited: also, one without a token in a step is not updated; whole: the stack is part of its "
+        "layer; auto: grouped for a model that trains and makes grouped products, if groups have room on the device, "
+        "else each. A run that resumes keeps its own division. See guides/mixtures-of-experts.md",
         "auto",
-        description="experts that transformers stacks in one parameter. grouped: at most eight groups of each layer's "
-        "experts are units of their own, and multiply by grouped products; each: each expert is a unit, read only if "
-        "a token visits it; visited: also, one without a token in a step is not updated; whole: the stack is part of "
-        "its layer; auto: grouped for a model that trains and makes grouped products, if groups have room on the "
-        "device, else each. A run that resumes keeps its own division. See guides/mixtures-of-experts.md",
     )
-    vocabulary: Literal["auto", "whole", "pieces"] = Field(
+    vocabulary: Literal["auto", "whole", "pieces"] = key(
+        "tables of the embedding and the head. whole: all of a table is on the device at once; pieces: pieces of its "
+        "rows are units of their own, of at most 64 MiB in 16 bits, used one after the other; auto: whole, or pieces "
+        "where a whole one has no room in device_memory or below a limit of memory. A run that resumes keeps its own "
+        "division. See concepts/memory-budgets.md",
         "auto",
-        description="tables of the embedding and the head. whole: all of a table is on the device at once; pieces: "
-        "pieces of its rows are units of their own, of at most 64 MiB in 16 bits, used one after the other; auto: "
-        "whole, or pieces where a whole one has no room in device_memory or below a limit of memory. A run that "
-        "resumes keeps its own division. See concepts/memory-budgets.md",
     )
-    io_backend: Literal["auto", "io_uring", "libaio", "threads"] = Field(
-        "auto", description="I/O interface of the swap files; auto: the first that the system allows"
+    io_backend: Literal["auto", "io_uring", "libaio", "threads"] = key(
+        "I/O interface of the swap files; auto: the first that the system allows", "auto"
     )
-    speculate: Literal["auto"] | bool = Field(
+    speculate: Literal["auto"] | bool = key(
+        "update a unit under the backward, as soon as its gradients are complete, before the norm is known; a step "
+        "that clips makes the update again, with the same result. auto: on a GPU, until a step clips, and again after "
+        "8 steps that did not; true: on a CPU too. Needs all states of a unit on nvme, with one slot more on disk "
+        "where not every step is durable, if there is room; see concepts/updates-and-commits.md",
         "auto",
-        description="update a unit under the backward, as soon as its gradients are complete, before the norm is "
-        "known; a step that clips makes the update again, with the same result. auto: on a GPU, until a step clips, "
-        "and again after 8 steps that did not; true: on a CPU too. Needs all states of a unit on nvme, with one slot "
-        "more on disk where not every step is durable, if there is room; see concepts/updates-and-commits.md",
     )
-    moments: Literal["fp32", "bf16", "int8"] | None = Field(
-        None,
-        description="form of the optimizer's moments; bf16: half their bytes; int8: a quarter, in blocks of 256 with a "
-        "scale each; both are rounded stochastically, with the same bits wherever they are stored; default: fp32, or "
-        "bf16 with bf16_optimizer_states. See "
-        "guides/which-states-which-bytes.md",
+    moments: Literal["fp32", "bf16", "int8"] | None = key(
+        "form of the optimizer's moments; bf16: half their bytes; int8: a quarter, in blocks of 256 with a scale each;"
+        " both are rounded stochastically, with the same bits wherever they are stored; default: fp32, or bf16 with "
+        "bf16_optimizer_states. See guides/which-states-which-bytes.md"
     )
-    master: Literal["fp32", "bf24"] = Field(
+    master: Literal["fp32", "bf24"] = key(
+        "form of the master of a bf16 weight; bf24: the upper 24 bits of an fp32, which are the weight and 8 more bits"
+        " in place of 16, rounded stochastically in each step. See guides/which-states-which-bytes.md",
         "fp32",
-        description="form of the master of a bf16 weight; bf24: the upper 24 bits of an fp32, which are the weight and "
-        "8 more bits in place of 16, rounded stochastically in each step. See guides/which-states-which-bytes.md",
     )
-    gradients: Literal["auto", "fp32", "16bit"] = Field(
+    gradients: Literal["auto", "fp32", "16bit"] = key(
+        "how a sum of several micro-batches, made in fp32, waits for its update; 16bit: rounded once to the weights' "
+        "dtype, when it is complete; fp32: not rounded; auto: 16bit for bf16 weights, unless grad_accum_dtype is set "
+        "or weights that stay in fp32 train. See concepts/precision.md",
         "auto",
-        description="how a sum of several micro-batches, made in fp32, waits for its update; 16bit: rounded once to "
-        "the weights' dtype, when it is complete; fp32: not rounded; auto: 16bit for bf16 weights, unless "
-        "grad_accum_dtype is set or weights that stay in fp32 train. See concepts/precision.md",
     )
-    keep_in_fp32: Literal["auto"] | Names = Field(
+    keep_in_fp32: Literal["auto"] | Names = key(
+        "weights that stay fp32 under bf16 and fp16, such as a router's: names or classes of modules, names of "
+        'parameters, or parts of a name, as "mlp.gate" (* is any text within a part). auto: those that the model\'s '
+        "class lists for it, if they are fp32 in the model and others are not. See concepts/precision.md",
         "auto",
-        description="weights that stay fp32 under bf16 and fp16, such as a router's: names or classes of modules, "
-        'names of parameters, or parts of a name, as "mlp.gate" (* is any text within a part). auto: those that the '
-        "model's class lists for it, if they are fp32 in the model and others are not. See concepts/precision.md",
     )
-    units: Names = Field((), description="names or classes of modules that are one unit each")
-    schedule: Literal["auto", "layer_major", "micro_batch_major"] = Field(
+    units: Names = key("names or classes of modules that are one unit each", ())
+    schedule: Literal["auto", "layer_major", "micro_batch_major"] = key(
+        "order of several micro-batches: layer_major: all of them pass through a block before the next block is "
+        "fetched; micro_batch_major: one after the other; auto: layer_major where blocks are computed again and "
+        "weights come and go, and beside weights that stay on a GPU if the activations of all fit",
         "auto",
-        description="order of several micro-batches: layer_major: all of them pass through a block before the next "
-        "block is fetched; micro_batch_major: one after the other; auto: layer_major where blocks are computed again "
-        "and weights come and go, and beside weights that stay on a GPU if the activations of all fit",
     )
-    tile_mlp: Tiles = Field(
-        False,
-        description="compute the MLPs of a decoder of transformers chunk by chunk of the sequence, and again in the "
-        "backward: a number of chunks, or auto: as many tokens each as the model has features, at least 1024; see "
+    tile_mlp: Tiles = key(
+        "compute the MLPs of a decoder of transformers chunk by chunk of the sequence, and again in the backward: a "
+        "number of chunks, or auto: as many tokens each as the model has features, at least 1024; see "
         "reference/python/tiles.md",
-    )
-    keep_attention: bool = Field(
         False,
-        description="keep the output of attention of blocks that are computed again (activations), so that attention "
-        "is not: for long sequences; a graph serves one backward; see concepts/cost-model.md",
     )
-    trace: Annotated[Name, BeforeValidator(expanded)] | None = Field(
-        None, description="file for a timeline of the run; see guides/find-the-bottleneck.md"
+    keep_attention: bool = key(
+        "keep the output of attention of blocks that are computed again (activations), so that attention is not: for "
+        "long sequences; a graph serves one backward; see concepts/cost-model.md",
+        False,
     )
-    log: Annotated[Name, BeforeValidator(expanded)] | None = Field(
-        None, description="file for a JSON object a step, for `offload report`; see guides/find-the-bottleneck.md"
+    trace: Annotated[Name, BeforeValidator(expanded)] | None = key(
+        "file for a timeline of the run; see guides/find-the-bottleneck.md"
     )
-    drive_tbw: Annotated[Number, Field(gt=0)] | None = Field(
-        None,
-        description="rated endurance of each drive, in TB written (its data sheet's TBW; the least of several); "
-        "see concepts/drive-wear.md",
+    log: Annotated[Name, BeforeValidator(expanded)] | None = key(
+        "file for a JSON object a step, for `offload report`; see guides/find-the-bottleneck.md"
     )
-    drive_share: Annotated[Ratio, Field(gt=0)] = Field(
-        0.1, description="fraction of drive_tbw above which a run is warned"
+    drive_tbw: Annotated[Number, Field(gt=0)] | None = key(
+        "rated endurance of each drive, in TB written (its data sheet's TBW; the least of several); see "
+        "concepts/drive-wear.md"
     )
-    drive_budget: Annotated[str, BeforeValidator(_drive_budget)] | None = Field(
-        None,
-        description="bytes that the run may write to each drive over a time, as 1TB/day, or over a life, as 600TB/5y. "
-        "With durability auto the run commits as often as this allows, at least once a day, and host_memory goes to "
-        "whole layers, whose states only commits write; a promise of durability is kept, whatever it writes. See "
-        "concepts/drive-wear.md",
+    drive_share: Annotated[Ratio, Field(gt=0)] = key("fraction of drive_tbw above which a run is warned", 0.1)
+    drive_budget: Annotated[str, BeforeValidator(_drive_budget)] | None = key(
+        "bytes that the run may write to each drive over a time, as 1TB/day, or over a life, as 600TB/5y. With "
+        "durability auto the run commits as often as this allows, at least once a day, and host_memory goes to whole "
+        "layers, whose states only commits write; a promise of durability is kept, whatever it writes. See "
+        "concepts/drive-wear.md"
     )
-    audit: Literal["random"] | None = Field(
-        None,
-        description="random: compute the gradient of a random block and micro-batch again, for at most 0.5 % of the "
-        "compute, compare the block's weights and states in memory with what was written, and raise an AuditError "
-        "before the update if a bit differs; takes the memory of one block's activations and gradients more; see "
-        "concepts/bits.md",
+    audit: Literal["random"] | None = key(
+        "random: compute the gradient of a random block and micro-batch again, for at most 0.5 % of the compute, "
+        "compare the block's weights and states in memory with what was written, and raise an AuditError before the "
+        "update if a bit differs; takes the memory of one block's activations and gradients more; see concepts/bits.md"
     )
-    on_nonfinite: Literal["raise", "skip"] = Field("raise", description="response to a gradient norm of inf or NaN")
-    debug: Debug = Field(Debug(), description="see below")
+    on_nonfinite: Literal["raise", "skip"] = key("response to a gradient norm of inf or NaN", "raise")
+    debug: Debug = key("see below", Debug())
 
     @property
     def wants_store(self) -> bool:

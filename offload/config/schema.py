@@ -36,6 +36,7 @@ from offload.config.blocks import (
     Wandb,
     ZeroOptimization,
     all_blocks,
+    key,
     missing,
     split_names,
     steps_or_never,
@@ -52,8 +53,8 @@ class Checkpoint(Block):
 
     UNSUPPORTED = split_names("tag_validation use_node_local_storage parallel_write checkpoint_serialization writer")
 
-    load_universal: bool = Field(
-        False, description="universal checkpoints are recognized by their files, with this key and without it"
+    load_universal: bool = key(
+        "universal checkpoints are recognized by their files, with this key and without it", False
     )
 
 
@@ -129,62 +130,56 @@ class Config(Block):
     # Older spellings that DeepSpeed still accepts.
     OLD_NAMES: ClassVar[dict[str, str]] = {"bfloat16": "bf16"}
 
-    train_batch_size: Count | None = Field(None, description="samples of a step on all ranks")
-    train_micro_batch_size_per_gpu: Count | None = Field(None, description="samples of a forward on one rank")
-    gradient_accumulation_steps: Count | None = Field(None, description="micro-batches of a step")
-    managed_gradient_accumulation: Literal[True] = Field(
-        True, description="only true; a loop ends steps itself by `engine.set_gradient_accumulation_boundary`"
+    train_batch_size: Count | None = key("samples of a step on all ranks")
+    train_micro_batch_size_per_gpu: Count | None = key("samples of a forward on one rank")
+    gradient_accumulation_steps: Count | None = key("micro-batches of a step")
+    managed_gradient_accumulation: Literal[True] = key(
+        "only true; a loop ends steps itself by `engine.set_gradient_accumulation_boundary`", True
     )
-    sequence_parallel_size: Count = Field(
+    sequence_parallel_size: Count = key(
+        "ranks that share each sequence, a divisor of their number; each computes a part of it, and a part of the "
+        "heads in attention; for causal language models of transformers",
         1,
-        description="ranks that share each sequence, a divisor of their number; each computes a part of it, and a part "
-        "of the heads in attention; for causal language models of transformers",
     )
-    gradient_clipping: Number = Field(1.0, description="largest global norm of the gradient; 0 leaves it as it is")
-    gradient_allreduce_op: Literal["mean"] = Field("mean", description="of several ranks' gradients: only mean")
-    communication_data_type: SumDtype | None = Field(
-        None,
-        description="dtype in which ranks send gradients, which each adds up in fp32; default: that of a backward's "
-        "gradients, or of their sums where several micro-batches are reduced at once",
+    gradient_clipping: Number = key("largest global norm of the gradient; 0 leaves it as it is", 1.0)
+    gradient_allreduce_op: Literal["mean"] = key("of several ranks' gradients: only mean", "mean")
+    communication_data_type: SumDtype | None = key(
+        "dtype in which ranks send gradients, which each adds up in fp32; default: that of a backward's gradients, or "
+        "of their sums where several micro-batches are reduced at once"
     )
-    dataloader_drop_last: bool = Field(
-        False, description="whether the loader of `training_data` leaves the last incomplete batch out"
+    dataloader_drop_last: bool = key(
+        "whether the loader of `training_data` leaves the last incomplete batch out", False
     )
-    optimizer: OptimizerBlock | None = Field(None, description="see below")
-    scheduler: SchedulerBlock | None = Field(None, description="see below")
-    bf16: Bf16 = Field(Bf16(), description="bf16 weights with split fp32 masters; older name: bfloat16")
-    fp16: Fp16 = Field(Fp16(), description="fp16 weights with fp32 masters, and a scaled loss")
-    activation_checkpointing: ActivationCheckpointing = Field(ActivationCheckpointing(), description="see below")
-    checkpoint: Checkpoint = Field(Checkpoint(), description="see below")
-    torch_autocast: TorchAutocast = Field(
-        TorchAutocast(), description="fp32 weights, and torch's autocast around each forward"
+    optimizer: OptimizerBlock | None = key("see below")
+    scheduler: SchedulerBlock | None = key("see below")
+    bf16: Bf16 = key("bf16 weights with split fp32 masters; older name: bfloat16", Bf16())
+    fp16: Fp16 = key("fp16 weights with fp32 masters, and a scaled loss", Fp16())
+    activation_checkpointing: ActivationCheckpointing = key("see below", ActivationCheckpointing())
+    checkpoint: Checkpoint = key("see below", Checkpoint())
+    torch_autocast: TorchAutocast = key("fp32 weights, and torch's autocast around each forward", TorchAutocast())
+    expert_parallel: ExpertParallel = key(
+        "each rank owns whole experts of a layer, to which tokens travel", ExpertParallel()
     )
-    expert_parallel: ExpertParallel = Field(
-        ExpertParallel(), description="each rank owns whole experts of a layer, to which tokens travel"
+    fp8: Fp8 = key("linear layers of the blocks multiply in fp8, by torchao", Fp8())
+    tensor_parallel: TensorParallel = key(
+        "each layer is divided over ranks by the plan of transformers", TensorParallel()
     )
-    fp8: Fp8 = Field(Fp8(), description="linear layers of the blocks multiply in fp8, by torchao")
-    tensor_parallel: TensorParallel = Field(
-        TensorParallel(), description="each layer is divided over ranks by the plan of transformers"
+    compile: Compile = key("each block of the model as torch.compile makes it", Compile())
+    data_types: DataTypes = key("see below", DataTypes())
+    aio: Aio = key("see below", Aio())
+    steps_per_print: Annotated[int, BeforeValidator(steps_or_never), Field(ge=0)] | None = key(
+        "steps from one line about training to the next; 0 or Infinity: none; default: none, and 10 with one of the "
+        "next two"
     )
-    compile: Compile = Field(Compile(), description="each block of the model as torch.compile makes it")
-    data_types: DataTypes = Field(DataTypes(), description="see below")
-    aio: Aio = Field(Aio(), description="see below")
-    steps_per_print: Annotated[int, BeforeValidator(steps_or_never), Field(ge=0)] | None = Field(
-        None,
-        description="steps from one line about training to the next; 0 or Infinity: none; default: none, "
-        "and 10 with one of the next two",
-    )
-    wall_clock_breakdown: bool = Field(
-        False, description="measure the phases and the waits of a step; see guides/monitor-a-run.md"
-    )
-    memory_breakdown: bool = Field(False, description="add the peaks of memory to the line")
-    flops_profiler: FlopsProfiler = Field(FlopsProfiler(), description="see below")
-    comms_logger: CommsLogger = Field(CommsLogger(), description="see below")
-    tensorboard: TensorBoard = Field(TensorBoard(), description="see below")
-    csv_monitor: CsvMonitor = Field(CsvMonitor(), description="see below")
-    wandb: Wandb = Field(Wandb(), description="see below")
-    zero_optimization: ZeroOptimization = Field(ZeroOptimization(), description="see below")
-    offload: OffloadBlock = Field(OffloadBlock(), description="see below")
+    wall_clock_breakdown: bool = key("measure the phases and the waits of a step; see guides/monitor-a-run.md", False)
+    memory_breakdown: bool = key("add the peaks of memory to the line", False)
+    flops_profiler: FlopsProfiler = key("see below", FlopsProfiler())
+    comms_logger: CommsLogger = key("see below", CommsLogger())
+    tensorboard: TensorBoard = key("see below", TensorBoard())
+    csv_monitor: CsvMonitor = key("see below", CsvMonitor())
+    wandb: Wandb = key("see below", Wandb())
+    zero_optimization: ZeroOptimization = key("see below", ZeroOptimization())
+    offload: OffloadBlock = key("see below", OffloadBlock())
 
     @model_validator(mode="before")
     @classmethod
@@ -305,5 +300,5 @@ def reasons() -> Iterator[tuple[str, str]]:
     """Yields each key without effect whose reason users ask for, by its dotted name, and the reason."""
     for path, model in all_blocks(Config, ""):
         prefix = f"{path}." if path else ""
-        for key, reason in model.WITHOUT_EFFECT.items():
-            yield f"{prefix}{key}", reason
+        for name, reason in model.WITHOUT_EFFECT.items():
+            yield f"{prefix}{name}", reason

@@ -18,7 +18,7 @@ from types import FrameType
 from offload.deepspeed import install
 from offload.deepspeed.config import check_comments
 from offload.distributed.process_group import join_launcher
-from offload.interrupts import exit_on_next_signal
+from offload.interrupts import exit_on_next_signal, handled
 
 _AT_ONCE = "stopped at once by a second Ctrl-C; steps that were committed are kept"
 
@@ -73,21 +73,11 @@ class _CtrlC:
     def __call__(self, number: int, _: FrameType | None) -> None:
         # True while the first Ctrl-C is being handled or propagates. If the script has caught it and continues, the
         # next Ctrl-C raises again.
-        if self._raised is not None and self._raised in _handled():
+        if self._raised is not None and self._raised in handled():
             os.write(2, f"{_AT_ONCE}\n".encode())
             os._exit(128 + number)
         self._raised = KeyboardInterrupt()
         raise self._raised
-
-
-def _handled() -> list[BaseException]:
-    """Returns the exception that is being handled, and the chain of its contexts."""
-    chain: list[BaseException] = []
-    error = sys.exc_info()[1]
-    while error is not None and error not in chain:
-        chain.append(error)
-        error = error.__context__
-    return chain
 
 
 def _place_of(error: BaseException) -> str:

@@ -139,9 +139,11 @@ class Communication(NamedTuple):
         )
 
     def since(self, before: Communication) -> Communication:
+        """Returns the counts since `before` was taken."""
         return self.plus(Communication(*(Sent(-then.collectives, -then.nbytes) for then in before)))
 
     def plus(self, other: Communication) -> Communication:
+        """Returns the sums of both counts."""
         return Communication(
             *(
                 Sent(one.collectives + two.collectives, one.nbytes + two.nbytes)

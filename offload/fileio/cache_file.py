@@ -14,9 +14,6 @@ from offload.fileio.atomic_write import atomic_write
 from offload.fileio.inner_files import inner_folder, open_inner
 from offload.sizes import MIB
 
-# -- cache file ----------------------------------------------------------------------------------------
-
-
 _MOST = 64 * MIB
 """Bytes of a cached file at most: machine code, or a measurement."""
 

@@ -40,9 +40,6 @@ from offload.fileio.safetensors_stream import Tensor
 from offload.sizes import GIB, MIB
 from offload.torch_internals import rebuild_tensor
 
-# -- torch file ----------------------------------------------------------------------------------------
-
-
 _LOCAL_HEADER = struct.Struct("<4s22xHH")
 """Header of a record in a zip file: signature, lengths of name and extra field. The record's bytes follow both."""
 _SIGNATURE = b"PK\x03\x04"

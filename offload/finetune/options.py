@@ -19,9 +19,6 @@ from offload.errors import ConfigError
 from offload.sizes import format_size
 from offload.swapper.memory.limits import free_host_memory
 
-# -- options -------------------------------------------------------------------------------------------
-
-
 DEFAULT_BATCH_SIZE = 8
 DEFAULT_STEPS = 200
 DEFAULT_SEQ_LEN = 256

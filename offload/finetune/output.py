@@ -30,9 +30,6 @@ from offload.sizes import MIB
 from offload.swapper.store import run_status
 from offload.swapper.store.folder import FINISHED
 
-# -- output --------------------------------------------------------------------------------------------
-
-
 _HEADS = ("config.json", "adapter_config.json")
 """Config files of a model and of adapters."""
 _TRIED = ".offload-tried-"

@@ -27,9 +27,6 @@ from offload.sizes import count_of, format_size
 from offload.swapper.memory.device import memory_node, pci_address
 from offload.swapper.memory.limits import cgroup_limits, free_host_memory
 
-# -- system --------------------------------------------------------------------------------------------
-
-
 _FEATURES = ("avx2", "f16c", "fma", "avx512f", "avx512bw", "avx512_bf16", "avx512_fp16", "amx_bf16", "asimd", "bf16")
 """Instruction sets that kernels, casts or matrix products use."""
 _SYSTEM = Path("/sys")

@@ -266,7 +266,8 @@ class WandbWriter(MetricWriter):
     def add(self, record: StepRecord | EvaluationRecord) -> None:
         self._run.log(events(record), step=record.samples)  # wandb ignores a step below its newest
 
-    write_evaluation = add
+    def write_evaluation(self, evaluation: EvaluationRecord) -> None:
+        self.add(evaluation)
 
     def close(self) -> None:
         """Ends the run if we began it."""

@@ -14,8 +14,6 @@ from offload.layout.pass_order import LAYER_MAJOR
 from offload.parallel.tensor import PipelinePlace
 from offload.sizes import count_of
 
-# -- stages --------------------------------------------------------------------------------------------
-
 
 class Tie(NamedTuple):
     """A parameter of one process that other stages of its pipeline have too."""

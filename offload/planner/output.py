@@ -609,15 +609,8 @@ def ranks_json(name: str, cluster: Cluster, plans: dict[int, RanksPlan]) -> dict
 
 def _ranks_json(plan: RanksPlan) -> dict[str, Any]:
     return {
-        "stage": plan.stage,
-        "weights": plan.weights,
-        "states": plan.states,
-        "batch": plan.load.batch,
-        "accumulation": plan.load.accumulation,
-        "recompute": plan.load.recompute,
-        "device": plan.device,
-        "host": plan.host,
-        "disk": plan.disk,
+        **{name: getattr(plan, name) for name in ("stage", "weights", "states", "device", "host", "disk")},
+        **{name: getattr(plan.load, name) for name in ("batch", "accumulation", "recompute")},
         "sent": {kind: sent._asdict() for kind, sent in plan.traffic._asdict().items()},
         "busy_seconds": {name: rounded(value) for name, value in plan.busy.items()},
         "limit": plan.limit,

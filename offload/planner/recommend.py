@@ -45,9 +45,6 @@ from offload.sizes import PAGE, format_size
 from offload.states import State, Tier
 from offload.swapper.memory.device import DeviceRoom
 
-# -- recommend -----------------------------------------------------------------------------------------
-
-
 PLACEMENTS = (("none", "none"), ("none", "cpu"), ("cpu", "cpu"), ("nvme", "nvme"))
 """Devices of weights and of optimizer states; the fastest first, if all fit."""
 

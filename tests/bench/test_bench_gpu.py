@@ -269,7 +269,7 @@ def test_steps_have_all_their_figures_and_the_table_shows_them(tmp_path: Path) -
     parts["cpu/cpu"] = {"state": "skipped", "needs_seconds": 60.0}
     parts["7B"] = {"state": "done", "figures": {"skipped": "not one layer of llama-7b fits"}}
     parts["rates"] = {"state": "done", "figures": {"plain_matmul": 1e12, "optimizer": 1e9}}
-    memory["profiled"] = exposure(2.0, [(0.0, 1.0)], [(0.5, 1.5)])._asdict()
+    memory["profiled"] = exposure(2.0, [(0.0, 1.0)], [(0.5, 1.5)])
     output = report.words({"machine": report.machine(torch.device("cpu")), "parts": parts})
     for word in (
         f"gpt2-tiny, {numel_of(small(tmp_path)):,} parameters, bf16, a step is 16 tokens",

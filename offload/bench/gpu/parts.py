@@ -26,8 +26,6 @@ from offload.sizes import GIB
 from offload.swapper.memory.device import Device, open_device
 from offload.swapper.memory.host_arena import HostArena, HostBudget, HostBuffer, PinnedRegions
 
-# -- parts ---------------------------------------------------------------------------------------------
-
 
 class Part(NamedTuple):
     """A part of the benchmark."""

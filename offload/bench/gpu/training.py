@@ -42,26 +42,17 @@ from offload.swapper.memory.limits import free_host_memory
 # Division of a step's time on the GPU, by torch's profiler: kernels, copies that no kernel hides, and idle time.
 
 
-class Exposure(NamedTuple):
-    """Seconds of one step, by the activity of the GPU."""
-
-    seconds: float
-    """Duration of the step."""
-    kernels: float
-    """Seconds in which at least one kernel ran."""
-    copies: float
-    """Seconds in which something was copied to or from the GPU."""
-    exposed_copies: float
-    """Seconds in which something was copied and no kernel ran."""
-    idle: float
-    """Seconds without kernels and copies: the GPU waited for a drive, for an update, or for the host."""
-
-
-def exposure(seconds: float, kernels: Iterable[Interval], copies: Iterable[Interval]) -> Exposure:
+def exposure(seconds: float, kernels: Iterable[Interval], copies: Iterable[Interval]) -> dict[str, float]:
     """Returns the division of a step that took `seconds`; the intervals of kernels and copies may overlap."""
     computing, copying = (union(intervals, -math.inf, math.inf) for intervals in (kernels, copies))
     busy = total(union([*computing, *copying], -math.inf, math.inf))
-    return Exposure(seconds, total(computing), total(copying), busy - total(computing), max(seconds - busy, 0.0))
+    return {
+        "seconds": seconds,
+        "kernels": total(computing),
+        "copies": total(copying),
+        "exposed_copies": busy - total(computing),  # something was copied, and no kernel ran
+        "idle": max(seconds - busy, 0.0),  # the GPU waited for a drive, for an update, or for the host
+    }
 
 
 class Profile(NamedTuple):
@@ -73,11 +64,6 @@ class Profile(NamedTuple):
     """Kernels of the GPU, which may overlap; None without a GPU."""
     copies: Sequence[Interval] = ()
     """Copies between host and GPU."""
-
-    @property
-    def exposure(self) -> Exposure | None:
-        """Returns the division of the step's time; None without a GPU."""
-        return None if self.kernels is None else exposure(self.end - self.start, self.kernels, self.copies)
 
 
 def profiled(device: torch.device, step: Callable[[], object]) -> Profile:
@@ -240,22 +226,6 @@ _DRAWN = 1 << 20
 """Number of drawn values in a tensor; the other values repeat them."""
 
 
-class Waits(NamedTuple):
-    """Seconds of one step in which a thread that runs the model waited, as the engine measures them."""
-
-    reads: float
-    """Waits for reads of weights."""
-    updates: float
-    """Waits for updates."""
-    memory: float
-    """Waits for host memory that an update holds."""
-
-    @classmethod
-    def of(cls, measured: Mapping[str, float]) -> Waits:
-        """Returns the waits among the numbers of a step, by the names of docs/reference/metrics.md."""
-        return cls(*(measured.get(f"wait_for_{name}_seconds", 0.0) for name in ("reads", "updates", "memory")))
-
-
 def measure_steps(
     work: Work, settings: dict[str, Any], save: Save, watch: Callable[[Profile], None] = lambda _: None
 ) -> None:
@@ -341,15 +311,17 @@ def _time_loop(
     for seconds, loss in timed(work, end, act):
         losses.append(loss)
         measured.append(engine.measured)
-        waits = [Waits.of(step) for step in measured]
+        # Waits for reads of weights, for updates, and for host memory that an update holds.
+        names = ("reads", "updates", "memory")
+        waits = [[step.get(f"wait_for_{name}_seconds", 0.0) for name in names] for step in measured]
         after, moved = engine.io_bytes(), len(seconds) * engine.parameter_count
         figures = sizes(work, engine.parameter_count) | times(work, seconds, engine.parameter_count)
         figures |= {
             "loop": loop,
             "schedule": engine.schedule if loop == TRAIN_BATCH else MICRO_BATCH_MAJOR,
             "exposed_io_seconds": statistics.median(sum(wait) for wait in waits),
-            "read_wait_seconds": statistics.median(wait.reads for wait in waits),
-            "update_wait_seconds": statistics.median(wait.updates + wait.memory for wait in waits),
+            "read_wait_seconds": statistics.median(wait[0] for wait in waits),
+            "update_wait_seconds": statistics.median(sum(wait[1:]) for wait in waits),
             "read_bytes_per_parameter": (after.read - before.read) / moved,
             "written_bytes_per_parameter": (after.written - before.written) / moved,
             **{
@@ -364,8 +336,8 @@ def _time_loop(
         }
         save(figures)
     seen = profiled(work.device, act)
-    exposed = seen.exposure
-    figures |= {"profiled": None if exposed is None else exposed._asdict()}
+    known = seen.kernels is not None
+    figures |= {"profiled": exposure(seen.end - seen.start, seen.kernels or (), seen.copies) if known else None}
     save(figures)
     watch(seen)
     return figures

@@ -17,9 +17,6 @@ from offload.bench.train.loops import Result
 from offload.bench.train.plan import PLAIN, TrainPlan
 from offload.sizes import count_of, format_size
 
-# -- figures -------------------------------------------------------------------------------------------
-
-
 FORMAT = 1
 """Version of the JSON's keys."""
 

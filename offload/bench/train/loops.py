@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import json
 import math
 import os
 import shutil
 import socket
+import sys
 import tempfile
 import time
 from collections.abc import Callable, Sequence
@@ -17,7 +19,7 @@ import torch
 from torch import nn
 
 import offload
-from offload.bench.child_process import run_child
+from offload.bench.child_process import run_child, write_json
 from offload.bench.configs import ALONE, LEARNING_RATE, WEIGHT_DECAY, for_deepspeed, placed
 from offload.bench.measure import (
     DriveSpeeds,
@@ -28,7 +30,7 @@ from offload.bench.measure import (
     random_ids,
     resident,
 )
-from offload.bench.train.plan import PLAIN, Contender, TrainJob, TrainPlan, reason_to_skip
+from offload.bench.train.plan import CONTENDERS, PLAIN, Contender, TrainJob, TrainPlan, reason_to_skip
 from offload.finetune.model import make_ready
 from offload.presets import build
 from offload.sizes import MIB
@@ -440,7 +442,7 @@ def _turn(plan: TrainPlan, contender: Contender, folder: Path, longest: float) -
     )
     threads = {name: str(plan.threads) for name in ("OMP_NUM_THREADS", "OFFLOAD_THREADS")}
     try:
-        result = run_child("offload.bench.train", job._asdict(), written, longest, **threads)
+        result = run_child("offload.bench.train.loops", job._asdict(), written, longest, **threads)
     finally:
         shutil.rmtree(files)
         written.unlink(missing_ok=True)
@@ -453,3 +455,20 @@ def _turn(plan: TrainPlan, contender: Contender, folder: Path, longest: float) -
         return {"error": f"ended with exit code {result['exit_code']}: {last}"}
     # A process that fails during its shutdown has written its figures, so its training counts.
     return figures
+
+
+def main(job_json: str, figures: Path) -> None:
+    """Takes a turn, in the process of `_turn`, and writes its figures, or the error that ended it, which is raised."""
+    job = TrainJob(**json.loads(job_json))
+    contender = next(known for known in CONTENDERS if known.name == job.contender)
+    begin = {"plain": plain, "offload": ours, "deepspeed": deepspeed, "fsdp2": fsdp2, "torchao": torchao}
+    try:
+        write_json(figures, take_turn(job, lambda job: begin[contender.kind](job, contender)))
+    except Exception as error:
+        words = str(error).strip().partition("\n")[0]
+        write_json(figures, {"error": f"{type(error).__name__}: {words}"})
+        raise
+
+
+if __name__ == "__main__":
+    main(sys.argv[1], Path(sys.argv[2]))

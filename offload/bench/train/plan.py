@@ -4,16 +4,16 @@ from __future__ import annotations
 
 import importlib.util
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
 import offload
 from offload import precision
 from offload.errors import ConfigError
-from offload.kernels import settings
+from offload.kernels.settings import MOST_THREADS, available_cores
 from offload.notices import folder_to_make
 from offload.presets import build, check_name, check_positions, require_transformers
 from offload.swapper.memory.device import compute_device
@@ -57,23 +57,23 @@ class TrainPlan:
 
     folder: Path
     """A folder on the drive that is measured."""
-    device: str
-    model: str
-    batch_size: int
+    model: str = "gpt2-small"
+    batch_size: int = 1
     """Sequences of a micro-batch."""
-    seq_len: int
-    micro_batches: int
-    dtype: str
-    """"bf16" or "fp32"."""
-    rounds: int
-    steps: int
+    seq_len: int = 256
+    micro_batches: int = 1
+    dtype: str = "auto"
+    """ "bf16" or "fp32"; "auto" before a plan is made, as the next defaults."""
+    device: str = ""
+    threads: int = 0
+    contenders: tuple[Contender, ...] = ()
+    rounds: int = 5
+    steps: int = 3
     """Steps of a turn that count."""
-    recompute: bool
+    recompute: bool = False
     """True if the model of each contender computes its activations again in the backward."""
-    gpu_memory: int | None
+    gpu_memory: int | None = None
     """Bytes of GPU memory that each contender but plain PyTorch may take; None for all of it."""
-    threads: int
-    contenders: tuple[Contender, ...]
 
     @property
     def tokens(self) -> int:
@@ -99,59 +99,37 @@ class TrainJob(NamedTuple):
     gpu_memory: int | None
 
 
-def make_plan(
-    folder: Path,
-    *,
-    model: str = "gpt2-small",
-    batch_size: int = 1,
-    seq_len: int = 256,
-    micro_batches: int = 1,
-    dtype: str = "auto",
-    rounds: int = 5,
-    steps: int = 3,
-    recompute: bool = False,
-    gpu_memory: int | None = None,
-    threads: int | None = None,
-    only: Sequence[str] = (),
-) -> TrainPlan:
-    """Checks settings before anything is measured, and fills in the settings that depend on the machine.
+def make_plan(folder: Path, *, threads: int | None = None, only: Sequence[str] = (), **settings: Any) -> TrainPlan:
+    """Checks `settings`, fields of `TrainPlan`, before anything is measured, and fills in what depends on the machine.
 
     With several micro-batches, the order layer-major is a contender too. `only` are beginnings of the names of
     contenders; plain PyTorch always runs.
     """
+    plan = TrainPlan(folder=folder, **settings)
     if not folder.is_dir():
         raise ConfigError(f"there is no folder {folder_to_make(folder)}")
-    if dtype not in DTYPES:
-        raise ConfigError(f"there is no dtype {dtype!r} here: expected {', '.join(DTYPES)}")
-    numbers = {"batch-size": batch_size, "seq-len": seq_len, "micro-batches": micro_batches}
-    for name, value in {**numbers, "rounds": rounds, "steps": steps}.items():
-        if value < 1:
-            raise ConfigError(f"expected {name} of at least 1, got {value}")
-    if threads is not None and not 1 <= threads <= settings.MOST_THREADS:
-        raise ConfigError(f"expected threads >= 1 and at most {settings.MOST_THREADS}, got {threads}")
+    if plan.dtype not in DTYPES:
+        raise ConfigError(f"there is no dtype {plan.dtype!r} here: expected {', '.join(DTYPES)}")
+    for name in ("batch_size", "seq_len", "micro_batches", "rounds", "steps"):
+        if getattr(plan, name) < 1:
+            raise ConfigError(f"expected {name.replace('_', '-')} of at least 1, got {getattr(plan, name)}")
+    if threads is not None and not 1 <= threads <= MOST_THREADS:
+        raise ConfigError(f"expected threads >= 1 and at most {MOST_THREADS}, got {threads}")
     device = compute_device("auto")
-    if gpu_memory is not None and device.type != "cuda":
+    if plan.gpu_memory is not None and device.type != "cuda":
         raise ConfigError(f"--gpu-memory limits a GPU, and this machine computes on {device.type}: leave it out")
     # Names first: transformers takes seconds to import.
     chosen = _chosen(only)
-    check_name(model)
+    check_name(plan.model)
     require_transformers()
     with offload.init():  # without memory
-        check_positions(build(model).config, seq_len)
-    return TrainPlan(
-        folder=folder,
+        check_positions(build(plan.model).config, plan.seq_len)
+    return replace(
+        plan,
         device=device.type,
-        model=model,
-        batch_size=batch_size,
-        seq_len=seq_len,
-        micro_batches=micro_batches,
-        dtype=precision.choose(device).dtype if dtype == "auto" else dtype,
-        rounds=rounds,
-        steps=steps,
-        recompute=recompute,
-        gpu_memory=gpu_memory,
-        threads=threads or settings.available_cores(),
-        contenders=tuple(contender for contender in chosen if micro_batches > 1 or contender not in _LAYER_MAJOR),
+        dtype=precision.choose(device).dtype if plan.dtype == "auto" else plan.dtype,
+        threads=threads or available_cores(),
+        contenders=tuple(contender for contender in chosen if plan.micro_batches > 1 or contender not in _LAYER_MAJOR),
     )
 
 

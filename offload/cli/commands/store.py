@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import closing, contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
@@ -148,15 +148,8 @@ def import_(
         found = open_foreign(path, tag)
         with IoQueue() as queue, _bar(console, nbytes_of(found)) as progress:
             done = import_checkpoint(found, out, queue, progress)
-    for notice in done.notices:
-        echo(notice, err=True)
-    if json_output:
-        print(json.dumps({**done._asdict(), "path": str(done.path)}))
-    else:
-        console.print(
-            f"step {done.step}: {count_of(done.parameters, 'parameter')}, {format_size(done.nbytes)}, in {done.path}",
-            markup=False,
-        )
+    words = f"step {done.step}: {count_of(done.parameters, 'parameter')}, {format_size(done.nbytes)}, in {done.path}"
+    _tell(json_output, done._asdict(), words, done.notices)
 
 
 def export(
@@ -234,16 +227,9 @@ def export(
                 with _bar(console, read_nbytes(plan)) as progress:
                     done = write(source, out, plan, queue, progress, tokenizer, writer, adapter)
             note_saved(source, path)
-    for notice in done.notices:
-        echo(notice, err=True)
-    if json_output:
-        print(json.dumps({**done._asdict(), "epoch": done.step, "path": str(done.path)}))
-    else:
-        console.print(
-            f"step {done.step}: {count_of(done.parameters, 'parameter')}, {format_size(done.nbytes)} in "
-            f"{done.dtype}, in {done.path}",
-            markup=False,
-        )
+    count, size = count_of(done.parameters, "parameter"), format_size(done.nbytes)
+    words = f"step {done.step}: {count}, {size} in {done.dtype}, in {done.path}"
+    _tell(json_output, {**done._asdict(), "epoch": done.step}, words, done.notices)
 
 
 def _export_gguf(
@@ -259,11 +245,8 @@ def _export_gguf(
         plan = GgufPlan.of(path, tokenizer)
         with _bar(console, plan.nbytes) as progress:
             plan.write(out.absolute(), progress)
-    if json_output:
-        print(json.dumps({"tensors": len(plan.tensors), "nbytes": plan.nbytes, "path": str(out)}))
-    else:
-        tensors = count_of(len(plan.tensors), "tensor")
-        console.print(f"{tensors} of {plan.architecture}, {format_size(plan.nbytes)}, in {out}", markup=False)
+    words = f"{count_of(len(plan.tensors), 'tensor')} of {plan.architecture}, {format_size(plan.nbytes)}, in {out}"
+    _tell(json_output, {"tensors": len(plan.tensors), "nbytes": plan.nbytes, "path": out}, words)
 
 
 def merge(
@@ -289,19 +272,12 @@ def merge(
         plan = MergePlan.of(adapter, base)
         with _bar(console, plan.nbytes) as progress:
             notices = plan.write(out, progress)
-    for notice in notices:
-        echo(notice, err=True)
-    if json_output:
-        print(
-            json.dumps({"changed": len(plan.changes), "nbytes": plan.nbytes, "base": str(plan.base), "path": str(out)})
-        )
-    else:
-        changed = count_of(len(plan.changes), "weight")
-        console.print(
-            f"the adapter is merged into {changed} of {plan.base}; the model ({format_size(plan.nbytes)}) is in {out}: "
-            f"{shell_command('chat', out)}",
-            markup=False,
-        )
+    words = (
+        f"the adapter is merged into {count_of(len(plan.changes), 'weight')} of {plan.base}; the model "
+        f"({format_size(plan.nbytes)}) is in {out}: {shell_command('chat', out)}"
+    )
+    content = {"changed": len(plan.changes), "nbytes": plan.nbytes, "base": plan.base, "path": out}
+    _tell(json_output, content, words, notices)
 
 
 def convert(
@@ -347,17 +323,14 @@ def convert(
                 made = plan(source, path, forms, run)
                 with _bar(console, made.nbytes // 2) as progress:
                     done = write(source, made, queue, progress)
-    if json_output:
-        print(json.dumps({**done._asdict(), "run": str(done.run)}))
-    else:
-        changed = [what for what in forms if done.before[what] != done.after[what]]
-        words = ", ".join(f"{what} in {done.after[what]} in place of {done.before[what]}" for what in changed)
-        options = " ".join(f"--{what} {form}" for what, form in done.after.items() if form != "fp32" or what in changed)
-        console.print(
-            f"step {done.step}: {words}, {format_size(done.nbytes)} in {done.run}; resume with --run {done.run.name} "
-            f"{options} --resume must; `{shell_command('rm', path)}` deletes the run that was converted",
-            markup=False,
-        )
+    changed = [what for what in forms if done.before[what] != done.after[what]]
+    words = ", ".join(f"{what} in {done.after[what]} in place of {done.before[what]}" for what in changed)
+    options = " ".join(f"--{what} {form}" for what, form in done.after.items() if form != "fp32" or what in changed)
+    words = (
+        f"step {done.step}: {words}, {format_size(done.nbytes)} in {done.run}; resume with --run {done.run.name} "
+        f"{options} --resume must; `{shell_command('rm', path)}` deletes the run that was converted"
+    )
+    _tell(json_output, done._asdict(), words)
 
 
 def fork(
@@ -382,14 +355,8 @@ def fork(
         _check_folder(path)
         with IoQueue() as queue:
             done = make(path, name, queue)
-    if json_output:
-        print(json.dumps({**done._asdict(), "run": str(done.run)}))
-    else:
-        how = "shared with" if done.shared else "copied from"
-        echo(
-            f"step {done.step}: {format_size(done.nbytes)} {how} {path} in {done.run}; resume with --run {name} "
-            "--resume must"
-        )
+    how = f"{format_size(done.nbytes)} {'shared with' if done.shared else 'copied from'} {path} in {done.run}"
+    _tell(json_output, done._asdict(), f"step {done.step}: {how}; resume with --run {name} --resume must")
 
 
 def log(path: Path = typer.Argument(help="A run's folder, NVME_PATH/RUN."), json_output: Json = False) -> None:
@@ -515,6 +482,15 @@ def rm(
                 err=True,
             )
             raise typer.Exit(FAILED)
+
+
+def _tell(json_output: bool, content: Mapping[str, Any], words: str, notices: Iterable[str] = ()) -> None:
+    for notice in notices:
+        echo(notice, err=True)
+    if json_output:
+        print(json.dumps(content, default=str))
+    else:
+        echo(words)
 
 
 def _check_folder(path: Path) -> None:
