@@ -24,6 +24,7 @@ from offload.fileio.jsonl import check_log, cut_log, hold_log
 from offload.finetune import model as language_model
 from offload.hardware import probe, sustained
 from offload.swapper.store import run_status
+from offload.swapper.store.format import read_records
 from tests.support.model_folders import write_lines
 from tests.support.processes.cli_in_process import all_lines, call, facts, isolated_cache, log, run_folder, swap_files
 
@@ -192,10 +193,17 @@ def test_past_the_last_step_nothing_is_done_and_nothing_is_lost() -> None:
     assert facts(call("--steps", "3", "--resume", "auto", "--json"))["first_step"] == 3
 
 
-def test_a_run_in_the_place_of_a_model_is_its_last_commit() -> None:
-    assert call("--steps", "1", "--keep").exit_code == 0
-    result = CliRunner().invoke(app, ["generate", "swap/default", "--prompt", "a", "--max-new-tokens", "2"])
-    assert result.exit_code == 0 and "step 1 of " in result.stderr and result.stdout, result.output
+def test_a_run_in_the_place_of_a_model_is_its_last_commit(caplog: pytest.LogCaptureFixture) -> None:
+    assert call("--steps", "2", "--keep", "--durability", "step").exit_code == 0
+    generate = ["generate", "swap/default", "--prompt", "a", "--max-new-tokens", "2"]
+    result = CliRunner().invoke(app, generate)
+    assert result.exit_code == 0 and "step 2 of " in result.stderr and result.stdout, result.output
+    assert "may be lost" not in caplog.text
+    with Path("swap/default/rank0/commit").open("r+b") as commit:  # the record of the last one is lost
+        commit.seek(read_records(Path(commit.name)).valid[0].blob * 4096)
+        commit.write(bytes(4096))
+    result = CliRunner().invoke(app, generate)
+    assert result.exit_code == 0 and "step 1 of " in result.stderr and "a later one may be lost" in caplog.text
     assert [path.name for path in Path("swap").iterdir()] == ["default"], "the weights beside it are removed"
 
 
