@@ -11,6 +11,8 @@ import traceback
 from offload.errors import printable
 
 logger = logging.getLogger("offload.notices")
+ENDS = logger.getChild("ends")
+"""Logger of the line on a run that is left at its end. A command that says this itself silences it."""
 
 _LONGEST_LINE = 300
 """Characters of an exception that other ranks receive."""
@@ -34,17 +36,17 @@ def folder_to_make(folder: object) -> str:
     return f"{folder}; make it with `{shlex.join(['mkdir', '-p', str(folder)])}`, or give another"
 
 
-def announce(notice: str) -> None:
+def announce(notice: str, log: logging.Logger = logger) -> None:
     """Logs a notice.
 
     A warning and a headline appear on stderr without any configuration of logging; another remark does not.
     """
     # A console without handlers shows only warnings, and nobody configures logging to find out that a run resumed.
     if isinstance(notice, Headline):
-        show(f"offload: {notice}", logger)
+        show(f"offload: {notice}", log)
     else:
         level = logging.INFO if isinstance(notice, Remark) else logging.WARNING
-        logger.log(level, "offload: %s", printable(notice))
+        log.log(level, "offload: %s", printable(notice))
 
 
 def show(line: str, log: logging.Logger) -> None:

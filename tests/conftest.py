@@ -99,7 +99,7 @@ def _cache(tmp_path_factory: pytest.TempPathFactory) -> None:
 def _deterministic() -> None:
     """A seed for each test, and no words of transformers about tiny vocabularies."""
     logging.getLogger("transformers").setLevel(logging.ERROR)
-    for name in ("offload", "offload.notices"):
+    for name in ("offload", "offload.notices", "offload.notices.ends"):
         logging.getLogger(name).setLevel(logging.NOTSET)  # a command in this process has made it say more, or less
     torch.manual_seed(0)
 

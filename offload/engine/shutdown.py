@@ -29,7 +29,7 @@ from offload.engine.components import EngineComponents, close_all
 from offload.engine.state import TrainingState
 from offload.errors import OffloadError, UsageError
 from offload.interrupts import restore_signals
-from offload.notices import announce, exception_line, shell_command
+from offload.notices import ENDS, announce, exception_line, shell_command
 
 # -- exit status ---------------------------------------------------------------------------------------
 #
@@ -264,7 +264,7 @@ class Shutdown:
         if folder is None:
             return
         if store.durable is None:
-            announce(f"no step was committed in {folder}; `{shell_command('rm', folder)}` deletes it")
+            announce(f"no step was committed in {folder}; `{shell_command('rm', folder)}` deletes it", ENDS)
             return
         made = f", the last committed one of {steps}" if store.durable.step != steps else ""
         anew = "is refused while the run is there" if keep else "begins anew in its place"
@@ -272,7 +272,8 @@ class Shutdown:
             anew = f"{anew} if the job is the same"
         announce(
             f'the run is kept in {folder}, at step {store.durable.step}{made}: "resume": "auto" goes on from there, '
-            f"a start without it {anew}; `{shell_command('rm', folder)}` deletes the run"
+            f"a start without it {anew}; `{shell_command('rm', folder)}` deletes the run",
+            ENDS,
         )
 
     # -- closing ------------------------------------------------------------------------------------

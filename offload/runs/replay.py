@@ -96,7 +96,7 @@ def replay(
 
     Raises:
         StoreError: No commit before the first step is kept, or the run is not of `offload train`, or has several ranks.
-        UsageError: The log lacks a step, or this process is one of several ranks.
+        UsageError: The log lacks a step or is of another run, or this process is one of several ranks.
     """
     if rank_number(os.environ, "WORLD_SIZE", 1) > 1:
         raise UsageError("offload replay computes in one process: start it without torchrun")
@@ -125,7 +125,7 @@ def replay(
     base = path.name.partition("@")[0]
     logged, of_run = _logged(Path(log), wanted)
     if of_run != base:
-        say(f"{log} is the log of the run {of_run}, and not of {base}")
+        say(f"this log is of another run: {log} is of {of_run}, and not of {base}, unless that was renamed or forked")
     name = f"{base}.replay-{os.getpid()}"
     computed: dict[int, dict[str, float]] = {}
     with _removed(commits[start].with_name(name)):
@@ -134,6 +134,11 @@ def replay(
             for report in reports:
                 computed[report.step] = {"loss": report.loss, "grad_norm": report.grad_norm}
                 say(f"step {report.step}: loss {report.loss!r}, gradient norm {report.grad_norm!r}")
+                if of_run != base and not _compared(report.step, logged[report.step], computed[report.step])["equal"]:
+                    raise UsageError(
+                        f"this log is of another run: {log} is of {of_run}, and step {report.step} of {base} has other "
+                        f"bits, which says nothing of {base}; give the log of {base} by --log"
+                    )
                 if report.step == wanted[-1]:
                     break
         end = commits.get(wanted[-1])

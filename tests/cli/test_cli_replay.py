@@ -196,7 +196,15 @@ def test_a_log_without_the_numbers_is_refused_and_that_of_another_run_is_named()
     lines[0]["about"]["run"] = "another"
     Path("other").write_text("".join(json.dumps(line) + "\n" for line in lines))
     named = replay("--steps", "3", "--log", "other")
-    assert named.exit_code == 0 and "other is the log of the run another, and not of default" in named.stderr
+    assert (
+        named.exit_code == 0 and "this log is of another run: other is of another, and not of default" in named.stderr
+    )
+    # A run that was renamed has the same numbers; those of another run are no fault of this one.
+    [line for line in lines if "loss" in line][2]["loss"] += 1.0
+    Path("other").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    refused = replay("--steps", "3", "--log", "other", "--certificate", "steps.json")
+    assert refused.exit_code == 2 and "error: this log is of another run: other is of another" in refused.stderr
+    assert not Path("steps.json").exists() and "equal the log in every bit" not in refused.stdout
 
 
 def test_an_interrupted_fork_leaves_nothing_and_a_leftover_is_named(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -24,6 +24,7 @@ from offload.fileio.jsonl import check_log, cut_log, hold_log
 from offload.finetune import model as language_model
 from offload.hardware import probe, sustained
 from offload.swapper.store import run_status
+from offload.swapper.store.format import read_records
 from tests.support.model_folders import write_lines
 from tests.support.processes.cli_in_process import all_lines, call, facts, isolated_cache, log, run_folder, swap_files
 
@@ -79,10 +80,13 @@ def test_a_drive_that_the_run_would_wear_is_warned_of_before_it_is_worn() -> Non
 
 
 def test_notices_of_an_engine_that_trains_are_shown(caplog: pytest.LogCaptureFixture) -> None:
-    options = ("--steps", "2", "--keep-every", "1", "--run", "kept")
+    options = ("--steps", "2", "--keep-every", "1", "--run", "kept", "--eval-every", "0")
     assert "is not kept" not in call(*options).output
-    call(*options, "--seed", "1")
-    assert any(re.match("offload: step 1 is not kept: .* is a step of another run", line) for line in caplog.messages)
+    call(*options, "--seed", "1", "--keep")
+    for step in (1, 2):  # the end of the run makes the last commit
+        told = f"offload: step {step} is not kept: .* is a step of another run"
+        assert any(re.match(told, line) for line in caplog.messages), step
+    assert not any("the run is kept in" in line for line in caplog.messages), "the command has a line of its own"
 
 
 def test_the_bytes_in_all_have_the_last_commit_and_the_report_has_the_budget() -> None:
@@ -189,10 +193,17 @@ def test_past_the_last_step_nothing_is_done_and_nothing_is_lost() -> None:
     assert facts(call("--steps", "3", "--resume", "auto", "--json"))["first_step"] == 3
 
 
-def test_a_run_in_the_place_of_a_model_is_its_last_commit() -> None:
-    assert call("--steps", "1", "--keep").exit_code == 0
-    result = CliRunner().invoke(app, ["generate", "swap/default", "--prompt", "a", "--max-new-tokens", "2"])
-    assert result.exit_code == 0 and "step 1 of " in result.stderr and result.stdout, result.output
+def test_a_run_in_the_place_of_a_model_is_its_last_commit(caplog: pytest.LogCaptureFixture) -> None:
+    assert call("--steps", "2", "--keep", "--durability", "step").exit_code == 0
+    generate = ["generate", "swap/default", "--prompt", "a", "--max-new-tokens", "2"]
+    result = CliRunner().invoke(app, generate)
+    assert result.exit_code == 0 and "step 2 of " in result.stderr and result.stdout, result.output
+    assert "may be lost" not in caplog.text
+    with Path("swap/default/rank0/commit").open("r+b") as commit:  # the record of the last one is lost
+        commit.seek(read_records(Path(commit.name)).valid[0].blob * 4096)
+        commit.write(bytes(4096))
+    result = CliRunner().invoke(app, generate)
+    assert result.exit_code == 0 and "step 1 of " in result.stderr and "a later one may be lost" in caplog.text
     assert [path.name for path in Path("swap").iterdir()] == ["default"], "the weights beside it are removed"
 
 

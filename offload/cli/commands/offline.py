@@ -344,10 +344,12 @@ def _opened(typed: _Placed, placement: ModelOptions, **options: Any) -> Iterator
     from offload.offline.open_model import open_model
     from offload.runs.as_folder import as_folder
 
-    # The command prints these lines itself, remarks too, which logging leaves out by default.
-    logging.getLogger("offload.notices").setLevel(logging.ERROR)
+    notices = logging.getLogger("offload.notices")
     with as_folder(Path(local_model(typed.model)), _say) as folder:
+        # The command prints the lines of the start itself, remarks too, which logging leaves out by default.
+        notices.setLevel(logging.ERROR)
         model = open_model(str(folder), placement, base=typed.base, **options)
+        notices.setLevel(logging.INFO)
         with model.engine:
             yield model
 

@@ -407,7 +407,8 @@ def replay(
     each step's loss and gradient norm, and of the last step's states, if that step is kept. The run is only read: a
     fork of it computes, and is removed.
 
-    Exit code 0 if all bits are equal, 1 if one differs, 2 if the steps cannot be computed again.
+    Exit code 0 if all bits are equal, 1 if one differs, 2 if the steps cannot be computed again or the log is of
+    another run.
     Example: offload replay /mnt/nvme/my-run --steps 101..120 --certificate steps.json
     """
     import logging

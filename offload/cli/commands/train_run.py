@@ -32,7 +32,7 @@ from offload.errors import ConfigError, IoError, OffloadError, is_damage, naming
 from offload.fileio.jsonl import hold_log, json_line
 from offload.interrupts import exit_on_next_signal, signal_later
 from offload.launch.environment import rank_number
-from offload.notices import shell_command
+from offload.notices import ENDS, shell_command
 from offload.report.figures import compare, early_updates, early_words, forecast, warning, words
 from offload.report.log import median_rates, rate_words
 from offload.report.phases import Bound, advice, bound
@@ -364,17 +364,7 @@ class _Result:
 
 
 _NOTICES = logging.getLogger("offload.notices")
-"""Notices of the start and of the end are lines of this command, so the logger must not repeat them."""
-
-
-@contextmanager
-def _notices_shown() -> Iterator[None]:
-    """Shows the notices of an engine that trains, such as that a drive fails, inside the context."""
-    _NOTICES.setLevel(logging.INFO)
-    try:
-        yield
-    finally:
-        _NOTICES.setLevel(logging.ERROR)
+"""Notices of the start are lines of this command, so the logger must not repeat them, nor the line of the end."""
 
 
 class Output(Console):
@@ -409,6 +399,7 @@ class Training:
 
         logging.getLogger("offload").setLevel(logging.WARNING)
         _NOTICES.setLevel(logging.ERROR)
+        ENDS.setLevel(logging.ERROR)
         try:
             with Signals() as signals:
                 # Before the first step nothing needs cleaning up, so a signal may end the process inside native code.
@@ -463,9 +454,10 @@ class Training:
     def _train(self, job: Any, options: Any, signals: Signals) -> None:
         engine = job.engine
         ended = engine.global_steps >= job.steps
+        # From now on to the end of the process: the last commit may have something to say too, also after an error.
+        _NOTICES.setLevel(logging.INFO)
         with (
             self._ended_on_error(job, options),
-            _notices_shown(),
             StepLog(options.log, lambda words: print(words, file=sys.stderr, flush=True)) as log,
             ProgressLine(self.console, job, options.log_every) as line,
         ):
