@@ -315,6 +315,7 @@ def _scheduled(
             return world.drives[-1]
 
         testing.replace(patch, "threads.module", scheduler.threads)
+        testing.replace(patch, "threads.thread", scheduler.threads.Thread)
         testing.replace(patch, "threads.clock", scheduler.clock)
         testing.replace(patch, "io.queue", drive)
         # A power cut takes what was not synced from the recorder's image, so no real sync is needed.
