@@ -148,6 +148,11 @@ class Inspection:
         return self._parts.store if self._parts.store.folders else None
 
     @property
+    def mended(self) -> int:
+        """Number of ranges of slots whose bytes were not those expected, and were replaced by true copies."""
+        return 0 if self.store is None else len(self.store._mended)
+
+    @property
     def queue(self) -> SharedQueue | None:
         return self._parts.queue
 
