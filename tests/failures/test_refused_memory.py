@@ -118,7 +118,7 @@ def test_a_limit_of_the_process_is_an_error_of_one_line(tmp_path: Path) -> None:
     calm = warm_process.run(["-m", "offload", *TRAIN, "--run", "calm", "--log", "calm", "--no-output"], cwd=tmp_path)
     assert calm.returncode == 0, calm.stderr
     arguments = [*TRAIN, "--log", "log", "--no-output", "--resume", "auto"]
-    for begins, more in ((True, 1 << 20), (False, 1 << 20)):
+    for begins, more in ((True, 1 << 20), (False, 1 << 20), (False, 0)):  # without any, no thread can begin
         code = LIMITED.format(more=more, begins=begins, arguments=arguments)
         command = [sys.executable, "-c", code]
         if begins:
