@@ -8,9 +8,10 @@ changes this file, and no test.
   exit of the process, an error of a thread.
 * `replace` and `intercept` change a named point, such as "store.commit" or "size.update_tile", for one test. A point
   is a row of `POINTS`; a run that uses none executes no code of this module.
-* "threads.module", "threads.clock" and "threads.queue" stand for `threading`, `time` and `queue` in each module whose
-  threads meet: the update worker, the receiver of gradients, the pager's lock, the store, heartbeats. A test that
-  replaces them owns every lock, wait and thread of an engine that it makes, and so the order of its threads.
+* "threads.module", "threads.thread", "threads.clock" and "threads.queue" stand for `threading`, `Thread`, `time` and
+  `queue` in each module whose threads meet: the update worker, the receiver of gradients, the pager's lock, the store,
+  heartbeats. A test that replaces them owns every lock, wait and thread of an engine that it makes, and so the order of
+  its threads.
 
     from offload import testing
 
@@ -145,6 +146,11 @@ class Inspection:
     def store(self) -> Store | None:
         """The swap files; None if nothing is on DISK."""
         return self._parts.store if self._parts.store.folders else None
+
+    @property
+    def mended(self) -> int:
+        """Number of ranges of slots whose bytes were not those expected, and were replaced by true copies."""
+        return 0 if self.store is None else len(self.store._mended)
 
     @property
     def queue(self) -> SharedQueue | None:
@@ -434,6 +440,11 @@ POINTS: Mapping[str, Sequence[str]] = {
         "offload.swapper.store.requests:threading",
         "offload.swapper.store.spill_file:threading",
         "offload.distributed.process_group:threading",
+    ),
+    "threads.thread": (
+        "offload.distributed.process_group:Thread",
+        "offload.engine.gradient_transfer:Thread",
+        "offload.engine.update:Thread",
     ),
     "threads.clock": ("offload.distributed.process_group:time", "offload.engine.update:time"),
     "threads.queue": ("offload.distributed.process_group:queue",),

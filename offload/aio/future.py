@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import errno
 import itertools
 import logging
 import os
 import threading
+import time
 from collections import deque
 from collections.abc import Callable, Generator
 from typing import Protocol
@@ -17,8 +19,11 @@ from offload.aio.file import DirectFile, FilePiece
 from offload.aio.unanswered import wait_aloud
 from offload.errors import IoError, UsageError
 from offload.interrupts import interruptible
+from offload.threads import Thread
 
 _TIMED_OUT = -1
+_AGAIN_S = 0.05
+"""Seconds between two tries of the callback thread to find memory."""
 
 
 log = logging.getLogger("offload.aio")
@@ -243,7 +248,7 @@ class Callbacks:
         Returns False if the request has ended already.
         """
         if self._thread is None:
-            thread = threading.Thread(target=self._run, name="offload-io-callbacks", daemon=True)
+            thread = Thread(target=self._run, name="offload-io-callbacks", daemon=True)
             thread.start()
             self._thread = thread
         tag = next(self._tags)
@@ -259,7 +264,7 @@ class Callbacks:
 
     def _run(self) -> None:
         """Runs on the callback thread: waits for announced requests to end until the native queue is closed."""
-        while tags := self._queue.announced():
+        while tags := self._ended():
             for tag in tags:
                 # callback thread: takes the list. From then on `add` calls new functions itself, as the request has
                 # ended.
@@ -269,6 +274,15 @@ class Callbacks:
                 future.done()  # returns the buffer to its owner before a callback may reuse it
                 for function in functions:
                     _call(future, function)
+
+    def _ended(self) -> list[int]:
+        """Waits for requests to end, and returns their tags; returns none once the native queue is closed."""
+        while True:
+            # callback thread: others wait for its callbacks, so without memory for the tags it asks again. The native
+            # queue keeps them, and needs no memory once it is closed.
+            with contextlib.suppress(MemoryError):
+                return self._queue.announced()
+            time.sleep(_AGAIN_S)
 
 
 class _Calls(threading.local):

@@ -13,6 +13,7 @@ import time
 from collections.abc import Callable, Iterator
 
 from offload.notices import announce
+from offload.threads import Thread
 
 NOTICE_S = 30.0
 """Seconds without an answer before the first line."""
@@ -55,7 +56,7 @@ def aloud(request: Callable[[], str]) -> Iterator[None]:
         yield
         return
     over = threading.Event()
-    thread = threading.Thread(target=wait_aloud, args=(over.wait, request), name="offload-unanswered", daemon=True)
+    thread = Thread(target=wait_aloud, args=(over.wait, request), name="offload-unanswered", daemon=True)
     try:
         thread.start()
     except RuntimeError:  # no thread can start, as at the end of Python; the call itself must not fail

@@ -17,6 +17,7 @@ from types import FrameType
 from typing import Any
 
 from offload.interrupts import handled
+from offload.threads import Thread
 
 ENDING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 """The signals that ask a command to end: Ctrl-C, a supervisor, a terminal that closes."""
@@ -61,7 +62,7 @@ def signals() -> Iterator[None]:
             raise raised[-1]
 
     before = handlers(signal.SIGTERM, signal.SIGHUP)
-    helper = threading.Thread(target=send, daemon=True, name="offload-signals")
+    helper = Thread(target=send, daemon=True, name="offload-signals")
     helper.start()
     try:
         for number in before:
@@ -116,7 +117,7 @@ def exit_on_signal(words: str) -> Iterator[None]:
 
     # The C-level handler writes the signal's number to the pipe at once, even if Python's handler cannot run yet. The
     # watcher reads the pipe. It needs the GIL for a moment, so the native code must release the GIL now and then.
-    watcher = threading.Thread(target=_watch, args=(reading, begun, words), daemon=True, name="offload-signals")
+    watcher = Thread(target=_watch, args=(reading, begun, words), daemon=True, name="offload-signals")
     for number in before:
         signal.signal(number, begin)
     earlier = signal.set_wakeup_fd(writing, warn_on_full_buffer=False)

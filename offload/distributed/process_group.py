@@ -40,6 +40,7 @@ from offload.interrupts import interruptible, uninterrupted
 from offload.launch.environment import rank_number, ranks_environment
 from offload.sizes import count_of, format_size
 from offload.swapper.memory.device import Device, Event, accelerator_type
+from offload.threads import Thread
 from offload.torch_internals import without_saved_tensor_hooks
 
 # -- communication -------------------------------------------------------------------------------------
@@ -357,7 +358,7 @@ class BoundedStore:
         self.refusal: str | None = None
         """The reason why this object makes no calls any more; None while it makes calls."""
         self._closed = False
-        self._thread = threading.Thread(target=self._serve, name="offload-store", daemon=True)
+        self._thread = Thread(target=self._serve, name="offload-store", daemon=True)
         self._thread.start()
 
     def get(self, key: str) -> str | None:
@@ -606,7 +607,7 @@ class Heartbeat:
         self._seen = {peer: ("", 0.0) for peer in range(size)}
         self._closing = threading.Event()
         self._store.set(f"place/{rank}", f"{machine_name()}\n{os.getpid()}")
-        self._thread = threading.Thread(target=self._run, name="offload-pulse", daemon=True)
+        self._thread = Thread(target=self._run, name="offload-pulse", daemon=True)
         self._thread.start()
 
     def _run(self) -> None:

@@ -31,6 +31,7 @@ from offload.swapper.memory.device import Device, Event
 from offload.swapper.memory.host_arena import HostBuffer
 from offload.swapper.memory.lock import InterruptibleLock
 from offload.swapper.store.spill_file import SpillFile
+from offload.threads import Thread
 from offload.timeline import OFF, Row, Timeline, now
 
 # -- small gradients -----------------------------------------------------------------------------------
@@ -298,7 +299,7 @@ class DeviceToHost:
         """Number of tensors of `_sent` whose copies have all begun; `_position` is the progress in the next one."""
         self._free = list(staging)
         self._arriving: deque[_Arriving] = deque()
-        self._thread = threading.Thread(target=self._run, name="offload-gradients", daemon=True)
+        self._thread = Thread(target=self._run, name="offload-gradients", daemon=True)
         self._thread.start()
 
     # -- the thread of the backward, or of the step ---------------------------------------------------
@@ -428,8 +429,8 @@ class DeviceToHost:
 
     def _run(self) -> None:
         """Runs on the receiving thread until `close` or an error."""
-        self.device.enter_thread()
         try:
+            self.device.enter_thread()
             while self._work():
                 pass
         except BaseException as error:  # copies may be in flight: their memory stays referenced

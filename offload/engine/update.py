@@ -61,6 +61,7 @@ from offload.sizes import align_up
 from offload.states import State, Tier
 from offload.swapper.memory.host_arena import HostArena, HostBuffer
 from offload.swapper.memory.lock import InterruptibleLock
+from offload.threads import Thread
 from offload.timeline import Row, Timeline
 
 # -- one unit in flight --------------------------------------------------------------------------------
@@ -711,7 +712,7 @@ class UpdateWorker(Updates):
         self._pipeline = TilePipeline(
             shards=shards, gradients=gradients, strategy=strategy, buffers=buffers, timeline=timeline
         )
-        self._thread = threading.Thread(target=self._run, name="offload-update", daemon=True)
+        self._thread = Thread(target=self._run, name="offload-update", daemon=True)
         # Started last: the thread uses every attribute above.
         self._thread.start()
 
@@ -834,8 +835,8 @@ class UpdateWorker(Updates):
 
     def _run(self) -> None:
         """Runs the worker until `close`. An error fails the pager, so that every waiting thread raises."""
-        self._shards.device.enter_thread()
         try:
+            self._shards.device.enter_thread()
             while self._work():
                 pass
         except BaseException as error:

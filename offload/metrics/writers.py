@@ -40,6 +40,7 @@ from offload.fileio.jsonl import check_log, cut_log, hold_log, json_line
 from offload.notices import Headline, announce, show
 from offload.report.log import rate_words
 from offload.sizes import format_share, format_size
+from offload.threads import Thread
 
 # -- writers -------------------------------------------------------------------------------------------
 #
@@ -433,7 +434,7 @@ class Reporter:
                 _close(name, writer)
             raise
         if writers:
-            self._thread = threading.Thread(target=self._run, args=(writers,), name="offload-monitor", daemon=True)
+            self._thread = Thread(target=self._run, args=(writers,), name="offload-monitor", daemon=True)
             self._thread.start()
 
     def report(self, record: StepRecord) -> None:

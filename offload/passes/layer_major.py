@@ -49,6 +49,7 @@ from offload.layout.pass_order import LAYER_MAJOR, MICRO_BATCH_MAJOR, Schedule, 
 from offload.notices import Remark, announce
 from offload.provenance import foreign_hooks
 from offload.swapper.memory.device import Device, DeviceRoom
+from offload.threads import Thread
 from offload.torch_internals import (
     inside_backward,
     outside_of_compiled_code,
@@ -162,7 +163,7 @@ class MicroBatch(Generic[_T]):
         self._error: BaseException | None = None
         # Each micro-batch has its own context variables, such as those that transformers collects outputs in.
         context = contextvars.copy_context()
-        self._thread = threading.Thread(target=context.run, args=(self._run,), name=name, daemon=True)
+        self._thread = Thread(target=context.run, args=(self._run,), name=name, daemon=True)
         self._started = False
 
     @property

@@ -191,6 +191,29 @@ def test_a_buffer_is_free_when_its_request_is_done(queue: IoQueue, tmp_path: Pat
         assert extended.wait(120)
 
 
+def test_a_callback_runs_though_its_thread_finds_no_memory_at_first(queue: IoQueue, tmp_path: Path) -> None:
+    """A thread that ended would leave each later wait for a callback without an end."""
+
+    class Short:
+        def __init__(self, native: Any) -> None:
+            self._native, self.refusals = native, 2
+
+        def __getattr__(self, name: str) -> Any:
+            return getattr(self._native, name)
+
+        def announced(self) -> Any:
+            if self.refusals:
+                self.refusals -= 1
+                raise MemoryError
+            return self._native.announced()
+
+    short = queue._callbacks._queue = Short(queue._callbacks._queue)  # type: ignore[assignment]
+    called = threading.Event()
+    with DirectFile(tmp_path / "file", create=True) as file:
+        queue.write(file, 0, aligned_empty(64 << 20)).add_done_callback(lambda _: called.set())
+        assert called.wait(120) and not short.refusals
+
+
 def test_a_timeout_leaves_the_request_alone(tmp_path: Path, backend: str) -> None:
     with DirectFile(tmp_path / "file", create=True) as file, IoQueue(backend, threads=1) as queue:
         buffer = aligned_empty(64 << 20)

@@ -1,6 +1,6 @@
 """Memory that the system refuses, at any moment, is one error with a cure, and takes no committed step.
 
-Mappings of buffers, a limit of the process (`ulimit -v`), and each `operator new` of the native code of I/O.
+Mappings of buffers, a limit of the process (`ulimit -v`), and each `operator new` of the native code.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ import re
 import shutil
 import subprocess
 import sys
+import threading
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -19,7 +20,8 @@ from typing import Any
 import pytest
 
 from offload import testing
-from offload.errors import BudgetError, EngineFailed
+from offload.errors import BudgetError, EngineFailed, no_memory
+from offload.threads import Thread
 from tests import ROOT
 from tests.support import models
 from tests.support.model_folders import make_folder
@@ -116,7 +118,7 @@ def test_a_limit_of_the_process_is_an_error_of_one_line(tmp_path: Path) -> None:
     calm = warm_process.run(["-m", "offload", *TRAIN, "--run", "calm", "--log", "calm", "--no-output"], cwd=tmp_path)
     assert calm.returncode == 0, calm.stderr
     arguments = [*TRAIN, "--log", "log", "--no-output", "--resume", "auto"]
-    for begins, more in ((True, 1 << 20), (False, 1 << 20)):
+    for begins, more in ((True, 1 << 20), (False, 1 << 20), (False, 0)):  # without any, no thread can begin
         code = LIMITED.format(more=more, begins=begins, arguments=arguments)
         command = [sys.executable, "-c", code]
         if begins:
@@ -136,11 +138,39 @@ def test_a_limit_of_the_process_is_an_error_of_one_line(tmp_path: Path) -> None:
     assert _losses(tmp_path / "log") == _losses(tmp_path / "calm")
 
 
+@pytest.mark.timeout(60)
+def test_a_thread_that_finds_no_memory_to_begin_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    """`threading.Thread.start` would wait for ever."""
+
+    def bootstrap(_: threading.Thread) -> None:
+        raise MemoryError
+
+    ran = list[int]()
+    thread = Thread(target=ran.append, args=(1,), daemon=True)
+    with monkeypatch.context() as patch:
+        patch.setattr(threading.Thread, "_bootstrap", bootstrap)
+        patch.setattr(sys, "unraisablehook", lambda _: None)
+        with pytest.raises(RuntimeError, match="can't start new thread") as caught:
+            thread.start()
+    assert isinstance(no_memory(caught.value), BudgetError)
+    assert not ran and thread not in threading.enumerate()
+
+
+def test_a_thread_that_begins_is_one_of_python() -> None:
+    ran = list[threading.Thread]()
+    thread = Thread(target=lambda: ran.append(threading.current_thread()), name="one")
+    thread.start()
+    thread.join()
+    assert ran == [thread] and thread.name == "one" and thread.ident and not thread.is_alive()
+    with pytest.raises(RuntimeError, match="once"):
+        thread.start()
+
+
 def _environment(**more: str) -> dict[str, str]:
     return os.environ | {"PYTHONPATH": str(ROOT)} | more
 
 
-# -- each `operator new` of the native code of I/O
+# -- each `operator new` of the native code
 
 NATIVE = """
 import ctypes, itertools, sys

@@ -10,7 +10,7 @@ import pytest
 from tests.mutants.importing import VARIABLE
 from tests.storm import interleavings
 
-STEPS = 4_000
+STEPS = 1_000
 """In which a mutant must be found."""
 
 

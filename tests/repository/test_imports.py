@@ -30,7 +30,8 @@ COMPOSITION = ("engine.plan", "engine.build_optimizer", "engine.assembly", "engi
 """Modules that choose features and put an engine together."""
 
 LAYERS = (
-    *("errors", "records", "interrupts", "sizes", "notices", "states", "timeline", "torch_internals", "provenance"),
+    *("errors", "records", "interrupts", "sizes", "notices", "states", "threads", "timeline", "torch_internals"),
+    "provenance",
     *("aio", "config", "launch", "presets", "prices", "report", "deepnvme"),
     *("fileio", "kernels", "precision", "schedules", "checkpointing"),
     *("swapper", "hardware", "layout", "metrics"),

@@ -105,6 +105,7 @@ def run(chooser: Listed | Seeded, seed: int) -> tuple[list[str], list[str]]:
 
     with pytest.MonkeyPatch.context() as patch:
         testing.replace(patch, "threads.module", scheduler.threads)
+        testing.replace(patch, "threads.thread", scheduler.threads.Thread)
         testing.replace(patch, "threads.queue", scheduler.queues)
         testing.replace(patch, "threads.clock", scheduler.clock)
         works: list[Any] = [(live, (rank,)) for rank in range(RANKS)] + ([(cut, ())] if lost is not None else [])

@@ -315,6 +315,7 @@ def _scheduled(
             return world.drives[-1]
 
         testing.replace(patch, "threads.module", scheduler.threads)
+        testing.replace(patch, "threads.thread", scheduler.threads.Thread)
         testing.replace(patch, "threads.clock", scheduler.clock)
         testing.replace(patch, "io.queue", drive)
         # A power cut takes what was not synced from the recorder's image, so no real sync is needed.
@@ -413,6 +414,8 @@ class _Life:
                 f"{nbytes} bytes are left in {tier}" for tier, nbytes in parts.unaccounted_memory().items() if nbytes
             ]
             left += [f"{unit} is in use after the last step" for unit in parts.busy_units]
+            # No drive here changes bytes: what the store mends, it has itself taken from a wrong place.
+            left += [f"{parts.mended} ranges of slots were mended"] if parts.mended else []
         finally:
             engine.destroy()
         return left

@@ -161,6 +161,7 @@ def _train(plan: Plan, folder: Path, log: _Log, weather: Weather) -> None:
             weights = weights_of(engine)
         weights.pop("calls", None)  # a counter of forwards, also of those that failed
         log("weights", plan.steps, {name: _sum(value) for name, value in sorted(weights.items())})
+        log("mended", -1, testing.inspect(engine).mended)
     finally:
         engine.destroy()
 

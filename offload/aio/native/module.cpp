@@ -265,12 +265,14 @@ class PythonQueue {
     }
 
     [[nodiscard]] nb::list announced() {
-        std::vector<std::uint64_t> tags;
-        {
+        if (tags_.empty()) {
             Unlocked unlocked;
-            tags = queue_->announced();
+            tags_ = queue_->announced();
         }
-        return listed(tags);
+        // Dropped once the list exists: where it finds no memory, the next call returns them.
+        nb::list all = listed(tags_);
+        tags_.clear();
+        return all;
     }
 
     std::size_t register_memory(nb::handle memory) {
@@ -314,6 +316,7 @@ class PythonQueue {
     std::deque<nb::object> flights_;
     std::vector<std::unique_ptr<Buffer>> registered_;
     std::vector<nb::object> owners_;
+    std::vector<std::uint64_t> tags_;  // of the callback thread, which alone asks for them
 };
 
 std::uint32_t crc32c(nb::handle data, std::uint32_t value) {
