@@ -288,12 +288,11 @@ class Shape(NamedTuple):
             parameter = nn.Parameter(torch.empty(segments[name].shape, device="meta"), segments[name].trainable)
             unit = next(unit for unit, layout in enumerate(self.layouts) if segments[name] in layout.segments)
             places[unit] += tuple(range(len(layouts), len(layouts) + len(pieces)))
-            layouts += [
-                lay_out(f"{name}[{rows.start}:{rows.stop}]", [(name, parameter)], 1, rows=rows)._replace(
-                    in_files=self.layouts[unit].in_files
-                )
-                for rows in pieces
-            ]
+            for rows in pieces:
+                piece = lay_out(f"{name}[{rows.start}:{rows.stop}]", [(name, parameter)], 1, rows=rows)
+                (segment,) = piece.segments
+                segment = segment._replace(users=segments[name].users)
+                layouts.append(piece._replace(segments=(segment,), in_files=self.layouts[unit].in_files))
         uses = tuple(part for use in self.uses for part in _by_pieces(use, places[use.unit]))
         experts = tuple(
             layer_experts._replace(
