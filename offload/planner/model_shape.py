@@ -700,7 +700,9 @@ def _layouts(of: _Decoder) -> Iterator[UnitLayout]:
     else:
         layer |= {"mlp.gate_proj": (inner, hidden), "mlp.up_proj": (inner, hidden), "mlp.down_proj": (hidden, inner)}
     layer |= {"input_layernorm": (hidden,), "post_attention_layernorm": (hidden,)}
-    yield _layout("model.embed_tokens", {"": (of.vocabulary, hidden)})
+    embedding = _layout("model.embed_tokens", {"": (of.vocabulary, hidden)})
+    head = ("lm_head",) if of.tied else ()
+    yield embedding._replace(segments=tuple(segment._replace(users=head) for segment in embedding.segments))
     for index in range(of.layers):
         yield _layout(f"model.layers.{index}", {f".{module}": shape for module, shape in layer.items()})
     yield _layout("model.norm", {"": (hidden,)})
