@@ -32,7 +32,7 @@ import torch
 from torch import nn
 
 from offload.layout.modes import MOMENT_BLOCK, Mode
-from offload.layout.units import Unit, Units
+from offload.layout.units import Unit, Units, external_parameters
 from offload.sizes import PAGE, align_up
 from offload.swapper.memory.device_arena import ViewPlaces
 
@@ -216,6 +216,8 @@ class ParameterSegment(NamedTuple):
     """Class of a parameter with inner tensors, and other facts that decide how its bytes are read."""
     rows: range | None = None
     """Rows that are this group of experts or piece of a table; None for one expert's row and a whole parameter."""
+    users: tuple[str, ...] = ()
+    """Further modules whose forward needs the parameter: that own it too, or have registered it as external."""
 
     @property
     def parameter(self) -> str:
@@ -533,6 +535,7 @@ def layouts_of(
     matrices: Collection[str] | None = None,
 ) -> tuple[UnitLayout, ...]:
     """Returns the layout of every unit of `model`."""
+    users = _users(model)
 
     def layout(unit: Unit) -> UnitLayout:
         parameters = [(name, model.get_parameter(name)) for name in unit.parameters]
@@ -541,9 +544,25 @@ def layouts_of(
         of_unit = {} if units.tables.keys() & set(unit.parameters) and unit.rows is not None else stored
         rows = unit.row, unit.in_fp32, unit.rows, unit.ep_size
         laid_out = lay_out(name, parameters, world_size, of_unit, matrices, *rows)
-        return with_kept(laid_out, kept, world_size)
+        segments = (segment._replace(users=users.get(segment.parameter, ())) for segment in laid_out.segments)
+        return with_kept(laid_out._replace(segments=tuple(segments)), kept, world_size)
 
     return tuple(layout(unit) for unit in units.units)
+
+
+def _users(model: nn.Module) -> dict[str, tuple[str, ...]]:
+    """Returns the names of the modules that need a parameter of another module, by the parameter's first name."""
+    first = {id(parameter): name for name, parameter in model.named_parameters()}
+    needs = [(id(value), name.rpartition(".")[0]) for name, value in model.named_parameters(remove_duplicate=False)]
+    needs += [
+        (id(parameter), name) for name, module in model.named_modules() for parameter in external_parameters(module)
+    ]
+    users: dict[str, dict[str, None]] = {}
+    for parameter, module in needs:
+        name = first.get(parameter)
+        if name is not None and module != name.rpartition(".")[0]:
+            users.setdefault(name, {})[module] = None
+    return {name: tuple(modules) for name, modules in users.items()}
 
 
 class SegmentShard(NamedTuple):

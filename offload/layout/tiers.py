@@ -11,7 +11,7 @@ which evicts the weight whose next use is furthest away: a backward runs in the 
 from __future__ import annotations
 
 import operator
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -515,21 +515,38 @@ def partitions(
 def units_together(layouts: Sequence[UnitLayout]) -> tuple[Together, ...]:
     """Returns the sets of two units or more that are on the device at the same time.
 
-    A module needs all of its units: its weights in files, those in fp32 and all others. While it runs, those of the
-    modules around it stay.
+    A module needs all of its units: its weights in files, those in fp32 and all others, and those of weights that it
+    shares with another module. While it runs, those of the modules around it stay.
     """
     of_module: dict[str, list[int]] = {}
+    around_of: dict[str, list[str]] = {}
     for unit, layout in enumerate(layouts):
-        of_module.setdefault(layout.module, []).append(unit)
-    enclosing = {outer for module in of_module for outer in modules_around(module)}
+        for module, around_it in _modules_of(layout):
+            of_module.setdefault(module, []).append(unit)
+            around_of[module] = around_it
+    enclosing = {outer for outers in around_of.values() for outer in outers}
     sets: dict[tuple[int, ...], list[int]] = {}
     for module, units in of_module.items():
-        around = [unit for outer in modules_around(module) for unit in of_module.get(outer, ())]
+        around = sorted({unit for outer in around_of[module] for unit in of_module.get(outer, ())} - {*units})
         if len(units) > 1:
             sets.setdefault(tuple(sorted([*around, *units])), [])
         elif around and module not in enclosing:
             sets.setdefault(tuple(sorted(around)), []).append(units[0])
     return tuple(Together(units, tuple(others)) for units, others in sets.items())
+
+
+def _modules_of(layout: UnitLayout) -> Iterator[tuple[str, list[str]]]:
+    """Yields the modules that need a unit, each with those around it. A part of a parameter counts as a module."""
+    users = dict.fromkeys(user for segment in layout.segments for user in segment.users)
+    owner, part, _ = layout.module.rpartition("[")
+    if not part or not any(segment.stack for segment in layout.segments):
+        for module in dict.fromkeys((layout.module, *users)):
+            yield module, list(modules_around(module))
+        return
+    # Of the experts of a module, or of the pieces of a table, one at a time joins the units of the module.
+    yield layout.module, [owner, *modules_around(owner)]
+    for user in users:
+        yield f"{user}.{layout.module}", [user, *modules_around(user)]
 
 
 def configured(parts: Partitions, request: PlacementRequest, weight_itemsize: int) -> TierMap:

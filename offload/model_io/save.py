@@ -390,6 +390,8 @@ def make_plan(
     if in_fp32:  # in the order of safetensors, so that each begins at a multiple of its element size
         tensors = dict(sorted(tensors.items(), key=lambda item: -item[1].dtype.itemsize))
     ties = saved.ties if by_class else {**tied, **tied_buffers} if config is None and left_out else {}
+    if of_peft(source.about):
+        config = None  # a folder with a config would pass for a model, and its weights would be random
     if name is not None:
         files, config = {name: tensors}, None
     else:
@@ -779,23 +781,36 @@ class Files:
                 _write_json(self._folder / GENERATION, plan.generation)
 
 
-def notices(source: Source, plan: ExportPlan, beyond: int) -> tuple[str, ...]:
-    """Returns messages for the user about the written files."""
+def of_peft(about: Mapping[str, Any]) -> bool:
+    """Returns True if the described model is one of peft, whose names transformers does not know."""
+    return str(about["class"]).startswith("Peft")
+
+
+def notices(source: Source, plan: ExportPlan, beyond: int, adapter: Mapping[str, Any] | None = None) -> tuple[str, ...]:
+    """Returns messages for the user about the written files. `adapter` is the config of an adapter that is written."""
     lines: list[str] = []
+    absent = sum(not segment.trainable for layout in plan.layouts for segment in layout.segments)
     if beyond:
         lines.append(
             f"{count_of(beyond, 'value is', 'values are')} out of the range of {dtype_name(plan.dtype)} and saved as "
             "infinite"
         )
+    if adapter is not None:
+        lines.append(
+            f"the files are an adapter of peft; its base model, {adapter['base_model_name_or_path']}, has the "
+            f"{count_of(absent, 'frozen weight')}"
+        )
+        return tuple(lines)
     if source.about.get("config") is None:
         lines.append("the model has no transformers config, so only weights are saved")
-    elif str(source.about["class"]).startswith("Peft"):
+    elif of_peft(source.about):
         lines.append(
-            "the names are those of peft's model, which from_pretrained of transformers does not know: it would leave "
-            "the weights random. For the adapter, resume the run: in Python call engine.save_pretrained(folder), or "
-            "give the same command of `offload train --lora` with --resume must and --output FOLDER"
+            "the files have the weights of base model and adapters under the names of peft's model, and no config, "
+            "since from_pretrained of transformers does not know these names: load each file into the same model with "
+            "its adapters, by load_state_dict(safetensors.torch.load_file(FILE), strict=False). For the adapters alone "
+            "resume the run: call engine.save_pretrained(folder), or give the same command of `offload train --lora` "
+            "with --resume must and --output FOLDER"
         )
-    absent = sum(not segment.trainable for layout in plan.layouts for segment in layout.segments)
     if absent and not plan.frozen:
         lines.append(
             f"{count_of(absent, 'frozen weight is', 'frozen weights are')} not in the files, because they were left out"

@@ -287,12 +287,11 @@ class Shape(NamedTuple):
             parameter = nn.Parameter(torch.empty(segments[name].shape, device="meta"), segments[name].trainable)
             unit = next(unit for unit, layout in enumerate(self.layouts) if segments[name] in layout.segments)
             places[unit] += tuple(range(len(layouts), len(layouts) + len(pieces)))
-            layouts += [
-                lay_out(f"{name}[{rows.start}:{rows.stop}]", [(name, parameter)], 1, rows=rows)._replace(
-                    in_files=self.layouts[unit].in_files
-                )
-                for rows in pieces
-            ]
+            for rows in pieces:
+                piece = lay_out(f"{name}[{rows.start}:{rows.stop}]", [(name, parameter)], 1, rows=rows)
+                (segment,) = piece.segments
+                segment = segment._replace(users=segments[name].users)
+                layouts.append(piece._replace(segments=(segment,), in_files=self.layouts[unit].in_files))
         uses = tuple(part for use in self.uses for part in _by_pieces(use, places[use.unit]))
         experts = tuple(
             layer_experts._replace(
@@ -700,7 +699,9 @@ def _layouts(of: _Decoder) -> Iterator[UnitLayout]:
     else:
         layer |= {"mlp.gate_proj": (inner, hidden), "mlp.up_proj": (inner, hidden), "mlp.down_proj": (hidden, inner)}
     layer |= {"input_layernorm": (hidden,), "post_attention_layernorm": (hidden,)}
-    yield _layout("model.embed_tokens", {"": (of.vocabulary, hidden)})
+    embedding = _layout("model.embed_tokens", {"": (of.vocabulary, hidden)})
+    head = ("lm_head",) if of.tied else ()
+    yield embedding._replace(segments=tuple(segment._replace(users=head) for segment in embedding.segments))
     for index in range(of.layers):
         yield _layout(f"model.layers.{index}", {f".{module}": shape for module, shape in layer.items()})
     yield _layout("model.norm", {"": (hidden,)})

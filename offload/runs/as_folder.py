@@ -15,7 +15,7 @@ from offload.errors import ConfigError
 from offload.fileio import real_path
 from offload.finetune.model import byte_tokenizer, learned_bytes
 from offload.finetune.output import has_model, is_identity
-from offload.model_io.save import TOKENIZER, copy_tokenizer, shard_size
+from offload.model_io.save import TOKENIZER, copy_tokenizer, of_peft, shard_size
 from offload.model_io.source import StoreSource
 from offload.notices import shell_command
 from offload.runs.export import export, open_source, plan_export
@@ -61,6 +61,11 @@ def _exported(path: Path, out: Path, say: Callable[[str], None]) -> Path:
             source.check_model_files()
         plan, adapter = plan_export(source, None, shard_size("5GB"))
         what = "model" if adapter is None else "adapter"
+        if adapter is None and of_peft(source.about):
+            raise ConfigError(
+                f"the base model of the adapters in {path} has no folder, and nothing loads both from files: resume "
+                "the run to evaluate it, or export its weights"
+            )
         writer = tokenizer_writer(source.client_state)
         done = export(source, out, plan, queue, write_tokenizer=writer, adapter=adapter)
     say(

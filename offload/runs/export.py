@@ -150,7 +150,7 @@ def export(
         tuple(sorted(path.name for path in out.iterdir())),
         plan.weights_nbytes,
         sum(s.value_numel for layout in plan.layouts for s in layout.segments if s.name in plan.cuts),
-        (*messages, *notices(source, plan, beyond)),
+        (*messages, *notices(source, plan, beyond, adapter)),
     )
 
 

@@ -446,6 +446,8 @@ def test_an_export_of_adapters_is_loaded_by_peft(folder: Path, tmp_path: Path) -
     engine.destroy()
     done = CliRunner().invoke(app, ["export", str(tmp_path / "swap" / "default"), str(tmp_path / "exported")])
     assert done.exit_code == 0, done.output
+    words = " ".join(done.output.split())
+    assert f"an adapter of peft; its base model, {folder}, has the" in words and "from_pretrained" not in words
     direct, exported = (
         safetensors.torch.load_file(tmp_path / each / "adapter_model.safetensors") for each in ("direct", "exported")
     )
@@ -458,6 +460,36 @@ def test_an_export_of_adapters_is_loaded_by_peft(folder: Path, tmp_path: Path) -
     loaded = peft.PeftModel.from_pretrained(base, tmp_path / "exported")
     found = {name: value for name, value in loaded.state_dict().items() if "lora_" in name}
     assert found and all(torch.equal(value, direct[name.replace(".default.", ".")]) for name, value in found.items())
+
+
+def test_an_export_of_adapters_over_a_model_without_a_folder_is_no_model_of_transformers(tmp_path: Path) -> None:
+    """All weights are there, under the names of peft's model, and load as the message says."""
+
+    def made(seed: int) -> Any:
+        torch.manual_seed(seed)
+        return peft.get_peft_model(
+            transformers.LlamaForCausalLM(llama_config()), peft.LoraConfig(r=4, target_modules=["q_proj"])
+        )
+
+    disk = {"device": "nvme", "nvme_path": str(tmp_path / "swap")}
+    config = {
+        "train_micro_batch_size_per_gpu": 1,
+        "optimizer": {"type": "AdamW", "params": {"lr": 1e-2}},
+        "zero_optimization": {"stage": 3, "offload_param": disk, "offload_optimizer": disk},
+        "offload": {"device": "cpu", "durability": "step"},
+    }
+    engine = offload.initialize(model=made(0), config=config)[0]
+    step(engine, 0)
+    expected = weights(engine)
+    engine.destroy()
+    out = tmp_path / "exported"
+    done = CliRunner().invoke(app, ["export", str(tmp_path / "swap" / "default"), str(out)])
+    assert done.exit_code == 0 and "under the names of peft's model, and no config" in done.output
+    assert [path.name for path in out.iterdir()] == ["model.safetensors"]
+    other = made(1)
+    found = other.load_state_dict(safetensors.torch.load_file(out / "model.safetensors"), strict=False)
+    assert not found.unexpected_keys
+    assert_equal(expected, other.state_dict())
 
 
 def test_a_run_in_part_frozen_is_exported_converted_and_verified(folder: Path, tmp_path: Path) -> None:

@@ -6,6 +6,7 @@ import random
 import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -14,9 +15,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
 
+import offload
 from offload.errors import BudgetError
+from offload.layout import flat_layout
 from offload.layout.flat_layout import IN_FILES, UnitLayout, lay_out
 from offload.layout.memory_plan import unit_sizes
+from offload.layout.tiers import units_together
+from offload.layout.units import Stack, Table, Units, external_parameters, find_units
 from offload.planner.memory import Memory, Room, settle
 from offload.sizes import PAGE
 from offload.swapper.memory.device import Device
@@ -81,7 +86,11 @@ def planned(layouts: Sequence[UnitLayout], device_memory: int) -> Memory:
 def least_of(layouts: Sequence[UnitLayout]) -> int:
     with pytest.raises(BudgetError) as refused:
         planned(layouts, 1)
-    named = re.search(r"the least that works is .*?\((\d+) bytes\)", str(refused.value))
+    return named_least(refused.value)
+
+
+def named_least(error: BudgetError) -> int:
+    named = re.search(r"the least that works is .*?\((\d+) bytes\)", str(error))
     assert named is not None
     return int(named[1])
 
@@ -223,3 +232,138 @@ def test_adapters_leave_room_for_a_group_and_the_rest_of_its_layer(small_host: b
     shape = Shape((Layer(3, 1, (3,) * 4),) * 4, (4, 4))
     for more in range(0, 24, 3):
         check(shape, more, small_host, seed=more)
+
+
+# -- units that a module needs at the same time --------------------------------------------------------
+
+
+class Node(nn.Module):
+    """A module of a random model, which calls the modules inside of it one after the other."""
+
+    def __init__(self, chance: random.Random, depth: int, made: list[nn.Parameter]) -> None:
+        super().__init__()
+        for index in range(chance.randint(0, 2)):
+            # A weight of this module alone, or one that an earlier module owns too.
+            own = nn.Parameter(torch.empty(chance.randint(1, 4), 64), requires_grad=chance.random() < 0.7)
+            weight = chance.choice([own, *made]) if chance.random() < 0.4 else own
+            made.append(weight)
+            self.register_parameter(f"weight{index}", weight)
+        children = [Node(chance, depth - 1, made) for _ in range(chance.randint(0, 3) if depth else 0)]
+        if children and chance.random() < 0.2:
+            children.append(chance.choice(children))  # a module in two places
+        self.inside = nn.ModuleList(children) if chance.random() < 0.3 else nn.Sequential(*children)
+        if made and chance.random() < 0.15:
+            offload.register_external_parameter(self, chance.choice(made))
+
+    def forward(self, number: int) -> int:
+        for child in self.inside:
+            number = child(number)
+        return number
+
+
+def needed_at_once(model: nn.Module, units: Units) -> Iterator[set[int]]:
+    """Yields the units that each call of a module needs, with those of the calls around it, as hooks find them."""
+    names = {id(module): name for name, module in model.named_modules()}
+    first = {id(parameter): name for name, parameter in model.named_parameters()}
+    parts: dict[str, list[int]] = {}
+    for index, unit in enumerate(units.units):
+        for name in unit.parameters if unit.row is not None or unit.rows is not None else ():
+            parts.setdefault(name, []).append(index)
+    whole = [(index, unit) for index, unit in enumerate(units.units) if unit.row is None and unit.rows is None]
+    unit_of = {name: index for index, unit in whole for name in unit.parameters}
+    calls: list[set[int]] = []
+    found: list[set[int]] = []
+
+    def before(module: nn.Module, _: object) -> None:
+        needed = set(units.sites.get(names[id(module)], ()))
+        external = [first[id(value)] for value in external_parameters(module)]
+        needed |= {unit_of[name] for name in external if name in unit_of}
+        calls.append(needed)
+        now = set().union(*calls)
+        found.append(now)
+        used = [first[id(value)] for value in module._parameters.values()] + external
+        found.extend({part, *now} for name in used for part in parts.get(name, ()))
+
+    hooks = [
+        hook
+        for module in model.modules()
+        for hook in (
+            module.register_forward_pre_hook(before),
+            module.register_forward_hook(lambda *_: calls.pop() and None),
+        )
+    ]
+    model(0)
+    for hook in hooks:
+        hook.remove()
+    yield from found
+
+
+@settings(max_examples=examples(400), deadline=None)
+@given(seed=st.integers(0, 1 << 30))
+def test_what_a_module_needs_at_once_is_counted(seed: int) -> None:
+    """Weights that several modules own or use, weights in fp32 and in files, pieces, experts, modules around."""
+    chance = random.Random(seed)
+    model = Node(chance, 3, [])
+    names = [name for name, _ in model.named_parameters()]
+    if not names:
+        return
+    in_fp32, in_files = ([name for name in names if chance.random() < 0.2] for _ in range(2))
+    cut = [name for name in names if chance.random() < 0.2 and model.get_parameter(name).shape[0] > 1]
+    sizes = {name: model.get_parameter(name).shape[0] for name in cut}
+    tables = [Table(name, (range(1), range(1, sizes[name])), False) for name in cut if chance.random() < 0.5]
+    of_tables = {table.parameter for table in tables}
+    stacks = [Stack(name.rpartition(".")[0], (name,), sizes[name]) for name in cut if name not in of_tables]
+    units = find_units(model, stacks=stacks, in_fp32=in_fp32, tables=tables, in_files=in_files)
+    layouts = [
+        layout._replace(in_files=True, name=f"{layout.name} {IN_FILES}")
+        if {*unit.parameters} <= {*in_files}
+        else layout
+        for unit, layout in zip(units.units, flat_layout.layouts_of(model, units), strict=True)
+    ]
+    counted = units_together(layouts)
+    for needed in needed_at_once(model, units):
+        sets = [({*together.units}, {*together.others}) for together in counted]
+        assert len(needed) < 2 or any(
+            needed <= own or (len(needed - own) == 1 and needed - own <= others) for own, others in sets
+        ), (needed, counted)
+
+
+class TiedHead(nn.Module):
+    """A head whose weight is the embedding's, and whose bias is a unit of its own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(3000, 16)
+        self.head = nn.Linear(16, 3000)
+        self.head.weight = self.embedding.weight
+
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        return self.head(self.embedding(ids)).logsumexp(-1).mean()
+
+
+@pytest.mark.parametrize("vocabulary", ["whole", "pieces"])
+def test_the_start_counts_a_weight_that_two_modules_own_beside_what_each_has_alone(
+    vocabulary: str, tmp_path: Path
+) -> None:
+    def start(device_memory: int) -> offload.Engine:
+        disk = {"device": "nvme", "nvme_path": str(tmp_path)}
+        config = {
+            "train_micro_batch_size_per_gpu": 1,
+            "optimizer": {"type": "AdamW", "params": {"lr": 1e-3}},
+            "zero_optimization": {
+                "stage": 3,
+                "offload_param": disk,
+                "offload_optimizer": disk,
+                "stage3_param_persistence_threshold": 0,
+            },
+            "offload": {"device": "cpu", "device_memory": device_memory, "vocabulary": vocabulary},
+        }
+        return offload.initialize(model=TiedHead(), config=config)[0]
+
+    with pytest.raises(BudgetError) as refused:
+        start(1)
+    engine = start(named_least(refused.value))
+    for _ in range(3):
+        engine.backward(engine(torch.arange(8)[None]))
+        engine.step()
+    engine.destroy(remove=True)
