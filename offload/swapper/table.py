@@ -7,6 +7,7 @@ consistent during each such wait; between waits every change is `uninterrupted`.
 from __future__ import annotations
 
 import enum
+import errno
 import functools
 import itertools
 from collections.abc import Callable, Iterable, Sequence
@@ -15,7 +16,7 @@ from typing import Final, NamedTuple, Protocol
 
 from offload.aio import Priority
 from offload.aio.protocols import Future
-from offload.errors import EngineFailed, is_damage, no_memory
+from offload.errors import EngineFailed, no_memory
 from offload.states import Tier
 from offload.swapper.memory.device import DONE, Event
 from offload.swapper.memory.device_arena import DeviceBuffer
@@ -259,11 +260,15 @@ def _what_is_left(table: UnitTable, committed: bool) -> str:
             "a load was replacing frozen weights, so the last committed step is incomplete: start the run over and "
             "load the checkpoint again"
         )
-    if is_damage(table.failure):
-        return (
-            'start again with "resume": "auto", which checks every byte and falls back to the previous commit if its '
-            "bytes are right; otherwise fork a kept step (`offload log` lists them), or go back to a checkpoint"
-        )
+    error = table.failure
+    # A checksum that differs (EBADMSG) may be the cause of the error that stopped the engine.
+    while error is not None:
+        if isinstance(error, OSError) and error.errno == errno.EBADMSG:
+            return (
+                'start again with "resume": "auto", which checks every byte and falls back to the previous commit if '
+                "its bytes are right; otherwise fork a kept step (`offload log` lists them), or go back to a checkpoint"
+            )
+        error = error.__cause__
     return "the last committed step is intact"
 
 

@@ -586,7 +586,7 @@ class Training:
             print(f"error: {error}", file=sys.stderr)
         if job.folder and damaged:
             print(
-                f"stopped; bytes that the run needs are damaged: `{shell_command('verify', '--repair', job.folder)}` "
+                f"stopped; bytes are damaged or cannot be read: `{shell_command('verify', '--repair', job.folder)}` "
                 "mends what another place has, and says from which step the same command with --resume auto goes on",
                 file=sys.stderr,
             )
