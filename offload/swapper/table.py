@@ -292,6 +292,8 @@ class UnitSize:
     """The byte ranges of the unit that form this rank's WEIGHT partition; empty for the targets of the pieces."""
     companions: tuple[Companions, ...] = ()
     """Units that come and go, and are on the device at the same time; one entry for each place where they are."""
+    host_addressable: bool = False
+    """True if the device works in host memory, so that a unit of tier HOST is used where it is."""
 
     @property
     def title(self) -> str:
@@ -317,8 +319,9 @@ class UnitSize:
 
     @functools.cached_property
     def device_resident(self) -> bool:
-        """True if the unit never leaves the device: its tier is DEVICE, and this rank's partition is the whole unit."""
-        return self.tier is Tier.DEVICE and self.shard_nbytes == self.nbytes and not self.gathered
+        """True if the unit never leaves the device: it is in the device's memory, and this rank has all of it."""
+        there = self.tier is Tier.DEVICE or (self.tier is Tier.HOST and self.host_addressable)
+        return there and self.shard_nbytes == self.nbytes and not self.gathered
 
     @property
     def start(self) -> Residency:
