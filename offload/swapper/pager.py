@@ -529,10 +529,10 @@ class WeightUpdates:
         """
         entry = self._entries[unit]
         assert entry.size.tier is not Tier.DEVICE
-        # update thread: it is about to write where an upload, or a use in place, may still read. It waits without the
-        # lock, since no further upload or use of a unit that is `updating` begins.
+        # update thread: it is about to write where an upload may still read. It waits without the lock, since no
+        # further upload of a unit that is `updating` begins.
         entry.copied.wait()
-        if entry.size.device_resident:
+        if entry.size.device_resident:  # a use in place may still read too
             entry.read.wait()
         with self._lock:
             while entry.residency is Residency.READING:  # a prefetch from before step()
@@ -996,9 +996,9 @@ class Pager:
             sound = self.table.failure is None
             # First, so that no read that ends from now on starts anything.
             self.table.failure = self.table.failure or EngineFailed("the engine was destroyed")
+            self.host.viewed = self.arena.shares_viewed_memory
             with self._prefetcher.stopped():
                 self._host_cache.close()
-                self.host.viewed = self.arena.shares_viewed_memory
                 if sound:
                     self._device_cache.close()
             self.notify()

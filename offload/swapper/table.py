@@ -48,7 +48,8 @@ from offload.timeline import Row, Timeline
 #     DEVICE      A device buffer holds the newest copy, or will once the event `uploaded` is done; the host buffer
 #                 is read until the event `copied` is done. A host buffer may hold the copy as well
 #                 (`host_buffer is not None`): the write of an update may still be in flight (`unwritten`), or there was
-#                 room to keep the buffer.
+#                 room to keep the buffer. On a CPU with one rank a unit of tier HOST is always DEVICE: both buffers
+#                 are the same memory.
 #     FAILED      A read, write or kernel failed on this unit. Memory and store may disagree; nothing is
 #                 read from the unit again, and the store opens at its last committed step.
 #
