@@ -285,7 +285,8 @@ class Inspection:
                     host.append(entry.host_buffer)
                 if entry.transfer is not None and entry.transfer.host_buffer is not None:
                     host.append(entry.transfer.host_buffer)
-                if entry.device_buffer is not None:
+                # Host memory that the device uses where it is has no bytes in the device's arena.
+                if entry.device_buffer is not None and entry.device_buffer.offset >= 0:
                     device.append(entry.device_buffer)
             return {
                 "host": pager.host.weights.space.used_bytes - sum(align_up(buffer.nbytes) for buffer in host),

@@ -228,7 +228,15 @@ def _components(
         agreement = _agreement(plan, arena, callbacks, timeline)
         pager = Pager(
             # The pager receives sizes and limits only; it knows neither modules nor parameters.
-            unit_sizes(plan.layouts, placement, plan.shares, plan.mode, plan.in_place_layouts, world.ranks.gathers),
+            unit_sizes(
+                plan.layouts,
+                placement,
+                plan.shares,
+                plan.mode,
+                plan.in_place_layouts,
+                gathered=world.ranks.gathers,
+                host_addressable=parts.host_addressable,
+            ),
             host,
             arena,
             device,

@@ -674,8 +674,9 @@ def summary(plan: Plan, store: StoreSpec) -> str:
     more = "" if placement.peak.activations or not plan.device.host_addressable else " and activations"
     return Headline(
         f"{plan.mode.name} on {plan.device.torch}: weights on {placement.tiers_of(State.WEIGHT) or 'nothing'}{states}; "
-        f"host {format_size(sum(placement.classes))}, device {format_size(placement.device_nbytes)}, swap files "
-        f"{format_size(store.nbytes)}{durable}; RAM at most {format_size(sum(placement.peak))} more{more}{clipped}"
+        f"host {format_size(sum(placement.classes))}, device {format_size(placement.device_nbytes)}"
+        f"{' (of one memory)' if plan.device.unified else ''}, swap files {format_size(store.nbytes)}{durable}; "
+        f"RAM at most {format_size(sum(placement.peak))} more{more}{clipped}"
         f"{plan.of_experts}"
     )
 

@@ -402,6 +402,7 @@ def place_states(request: MemoryRequest) -> MemoryPlan:
         coded=coded_gathers(config, request.layouts, mode.weight_dtype, request.world_size),
         node=node_shards_of(config, request.layouts, mode, request.world_size),
         joined_gathers=_joined_gathers(config, request.layouts, mode) if gathers else 0,
+        host_addressable=request.machine.host_addressable,
     )
     # Several ranks would have to agree on every guess. A rule of two passes first needs norms. A tile of torch's
     # optimizers is an entire unit, and there is no room for a copy of its old states.
@@ -486,12 +487,14 @@ def unit_sizes(
     shares: Sequence[tuple[range, range]],
     mode: Mode,
     in_place_layouts: Sequence[InPlaceLayout | None] = (),
+    *,
     gathered: bool = False,
+    host_addressable: bool = False,
 ) -> list[UnitSize]:
     """Returns the facts that the pager needs about each unit.
 
     `in_place_layouts` contains the place of each unit in the model's own files; empty if none is read there. `gathered`
-    is True if ranks gather the units.
+    is True if ranks gather the units, `host_addressable` if the device works in host memory.
     """
     sizes: list[UnitSize] = []
     for layout, tiers, parts, in_place_layout in zip(
@@ -506,7 +509,17 @@ def unit_sizes(
         expanded = (layout.device_numel - layout.local_numel) * itemsize
         nbytes = layout.device_numel * itemsize
         sizes.append(
-            UnitSize(layout.name, nbytes, tiers[State.WEIGHT], shard_nbytes, pieces, expanded, gathered, share)
+            UnitSize(
+                layout.name,
+                nbytes,
+                tiers[State.WEIGHT],
+                shard_nbytes,
+                pieces,
+                expanded,
+                gathered,
+                share,
+                host_addressable=host_addressable,
+            )
         )
     companions: dict[int, list[Companions]] = {}
     for units, others in units_together(layouts):

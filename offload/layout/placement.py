@@ -295,6 +295,8 @@ def device_share(share: float, parts: Partitions, tiers: TierMap) -> int:
         ConfigError: no weights are paged, so all of them stay.
     """
     paged, largest = moving(parts, tiers), largest_moving(parts, tiers)
+    if not sum(paged) and any(row[State.WEIGHT] is Tier.HOST for row in tiers):
+        return device_fixed(parts, tiers)  # the device uses the host's memory
     resident = sum(nbytes for nbytes, size in zip(parts.unit_nbytes, paged, strict=True) if not size)
     return device_fixed(parts, tiers) + room_for_share(share, resident, sum(paged), largest)
 

@@ -333,6 +333,8 @@ class Partitions:
     """True for each unit whose weights stay in fp32."""
     together: tuple[Together, ...] = ()
     """Units that are on the device at the same time; see `units_together`."""
+    host_addressable: bool = False
+    """True if the device works in host memory, so that weights in HOST are used where they are."""
 
     @property
     def gradient_dtype(self) -> torch.dtype:
@@ -371,8 +373,9 @@ class Partitions:
 
     def device_resident(self, unit: int, tiers: Mapping[State, Tier]) -> bool:
         """Returns True if a unit with these tiers never leaves the device, where its partition is all of it."""
+        tier = tiers[State.WEIGHT]
         return (
-            tiers[State.WEIGHT] is Tier.DEVICE
+            (tier is Tier.DEVICE or (tier is Tier.HOST and self.host_addressable))
             and self.alone
             and self.nbytes[unit][State.WEIGHT] == self.unit_nbytes[unit]
         )
@@ -451,6 +454,7 @@ def partitions(
     coded: CodedGathers = NO_CODES,
     node: NodeShards = NO_NODE,
     joined_gathers: int = 0,
+    host_addressable: bool = False,
 ) -> Partitions:
     """Returns this rank's bytes of every unit and state."""
     rows: list[Mapping[State, int]] = []
@@ -509,6 +513,7 @@ def partitions(
         else (),
         in_fp32=tuple(layout.in_fp32 for layout in layouts),
         together=units_together(layouts),
+        host_addressable=host_addressable,
     )
 
 

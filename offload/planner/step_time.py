@@ -674,7 +674,16 @@ def _predict(memory: Memory, shape: Shape, hardware: Hardware, load: Load, coars
     passes, costs = each[-1], _costs(memory, shape)
     found = _simulated(
         steps if shape.chooses else steps * number,
-        tuple(unit_sizes(memory.layouts, memory.placement, shares, memory.mode, memory.in_place_layouts)),
+        tuple(
+            unit_sizes(
+                memory.layouts,
+                memory.placement,
+                shares,
+                memory.mode,
+                memory.in_place_layouts,
+                host_addressable=memory.parts.host_addressable,
+            )
+        ),
         tuple(costs),
         buffer_budgets(memory.parts, memory.placement),
         limits(memory.config, memory.mode),

@@ -159,7 +159,7 @@ class DeviceCache:
     def __init__(
         self, table: UnitTable, arena: DeviceArena, device: Device, peers: Gathers | None, expand: Expand
     ) -> None:
-        """Allocates the permanent device buffers.
+        """Allocates the permanent device buffers. Those of tier HOST have a host buffer already.
 
         `peers` is None for one rank. `expand` computes the bytes of a unit that are in no partition.
         """
@@ -187,7 +187,10 @@ class DeviceCache:
             if entry.size.tier is Tier.DEVICE:
                 entry.tier_buffer = arena.take(entry.size.shard_nbytes)
                 assert entry.tier_buffer is not None, "the device arena was sized for every unit of the device tier"
-                if entry.size.device_resident:
+            if entry.size.device_resident:
+                if entry.host_buffer is not None:
+                    entry.device_buffer = arena.share(entry.host_buffer.tensor(torch.uint8))
+                else:
                     entry.device_buffer = entry.tier_buffer
 
     # -- allocation and eviction --------------------------------------------------------------------
@@ -199,7 +202,11 @@ class DeviceCache:
 
     def no_room(self, entry: UnitEntry) -> BudgetError:
         """Returns the error for a unit for which the units in use leave no room."""
-        users = [e.size.title for e in self._table.entries if e.device_buffer is not None and e is not entry]
+        users = [
+            e.size.title
+            for e in self._table.entries
+            if e.device_buffer and e.device_buffer.offset >= 0 and e is not entry
+        ]
         free = self._arena.nbytes - self._arena.used_bytes
         return BudgetError(
             f"unit {entry.size.title} needs {format_size(entry.size.nbytes)} of contiguous device memory. The "

@@ -532,6 +532,8 @@ class WeightUpdates:
         # update thread: it is about to write where an upload may still read. It waits without the lock, since no
         # further upload of a unit that is `updating` begins.
         entry.copied.wait()
+        if entry.size.device_resident:  # a use in place may still read too
+            entry.read.wait()
         with self._lock:
             while entry.residency is Residency.READING:  # a prefetch from before step()
                 self._table.check()
@@ -560,7 +562,7 @@ class WeightUpdates:
             if in_host_buffer and entry.size.tier is not Tier.DEVICE:
                 entry.unwritten = unwritten
                 fresh = Residency.WRITING if unwritten else Residency.HOST
-                if entry.residency is not fresh:
+                if entry.residency is not fresh and not entry.size.device_resident:
                     self._table.move(entry, fresh)
             # update thread: threads that fetch this unit wake up, and its fresh weights may be uploaded from here on.
             entry.updating = entry.in_update = False
@@ -596,7 +598,8 @@ class WeightUpdates:
 
     def holds_weights(self, unit: int) -> bool:
         """Returns whether the host buffer of `unit` contains its weights as they are before the update."""
-        return self._entries[unit].residency is Residency.HOST
+        entry = self._entries[unit]
+        return entry.residency is Residency.HOST or (entry.size.device_resident and entry.size.tier is Tier.HOST)
 
     def awaited_unit(self) -> int | None:
         """Returns a unit whose update a thread waits for, if any. The caller holds the lock."""
@@ -1028,6 +1031,7 @@ class Pager:
             sound = self.table.failure is None
             # First, so that no read that ends from now on starts anything.
             self.table.failure = self.table.failure or EngineFailed("the engine was destroyed")
+            self.host.viewed = self.arena.shares_viewed_memory
             with self._prefetcher.stopped():
                 self._host_cache.close()
                 if sound:

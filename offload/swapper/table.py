@@ -48,7 +48,8 @@ from offload.timeline import Row, Timeline
 #     DEVICE      A device buffer holds the newest copy, or will once the event `uploaded` is done; the host buffer
 #                 is read until the event `copied` is done. A host buffer may hold the copy as well
 #                 (`host_buffer is not None`): the write of an update may still be in flight (`unwritten`), or there was
-#                 room to keep the buffer.
+#                 room to keep the buffer. On a CPU with one rank a unit of tier HOST is always DEVICE: both buffers
+#                 are the same memory.
 #     FAILED      A read, write or kernel failed on this unit. Memory and store may disagree; nothing is
 #                 read from the unit again, and the store opens at its last committed step.
 #
@@ -292,6 +293,8 @@ class UnitSize:
     """The byte ranges of the unit that form this rank's WEIGHT partition; empty for the targets of the pieces."""
     companions: tuple[Companions, ...] = ()
     """Units that come and go, and are on the device at the same time; one entry for each place where they are."""
+    host_addressable: bool = False
+    """True if the device works in host memory, so that a unit of tier HOST is used where it is."""
 
     @property
     def title(self) -> str:
@@ -317,8 +320,9 @@ class UnitSize:
 
     @functools.cached_property
     def device_resident(self) -> bool:
-        """True if the unit never leaves the device: its tier is DEVICE, and this rank's partition is the whole unit."""
-        return self.tier is Tier.DEVICE and self.shard_nbytes == self.nbytes and not self.gathered
+        """True if the unit never leaves the device: it is in the device's memory, and this rank has all of it."""
+        there = self.tier is Tier.DEVICE or (self.tier is Tier.HOST and self.host_addressable)
+        return there and self.shard_nbytes == self.nbytes and not self.gathered
 
     @property
     def start(self) -> Residency:

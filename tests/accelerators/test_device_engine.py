@@ -95,6 +95,21 @@ def test_every_placement_keeps_every_bit(name: str, placement: tuple[str, str], 
         assert_same(expected, on_device(job, placement, tmp_path / str(seed), **options))
 
 
+@pytest.mark.parametrize("integrated", [False, True])
+def test_budgets_of_memory_that_the_host_shares_are_one_sum(
+    integrated: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(module, "integrated", integrated)
+    expected = run(models.GPT2, ("none", "none"), tmp_path / "plain", device="cpu")
+    engine = start(models.GPT2, ("cpu", "cpu"), tmp_path / "shared")
+    planned = engine.memory_report()["planned"]
+    assert planned["host_budget"] == engine.host_memory
+    assert planned["device_budget"] == (engine.device_memory if integrated else 0)
+    assert any("(of one memory)" in line for line in engine.notices) == integrated
+    assert_same(expected, trained(engine, models.GPT2))
+    engine.destroy(remove=True)
+
+
 @pytest.mark.sample(1)
 @pytest.mark.parametrize("seed", range(24))
 def test_a_random_plan_keeps_every_bit(seed: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

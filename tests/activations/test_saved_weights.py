@@ -75,7 +75,7 @@ def test_a_saved_view_of_a_weight_pins_nothing_and_comes_back(
     use: Callable[[torch.Tensor, torch.Tensor], torch.Tensor], tmp_path: Path
 ) -> None:
     expected = _gradients(use, "none", tmp_path)
-    found = _gradients(use, "cpu", tmp_path, device_memory=ROOM)
+    found = _gradients(use, "nvme", tmp_path, device_memory=ROOM)
     for mine, other in zip(found, expected, strict=True):
         assert (mine is None) == (other is None)
         assert mine is None or other is None or torch.equal(mine, other)
@@ -89,7 +89,7 @@ def test_a_tensor_changed_after_it_was_saved_is_refused(tmp_path: Path) -> None:
         changed.append(torch.exp(x @ weight))
         return changed[-1]
 
-    settings = settings_for(tmp_path, "changed", "cpu", device_memory=ROOM)
+    settings = settings_for(tmp_path, "changed", "nvme", device_memory=ROOM)
     engine = offload.initialize(model=Stack(use), config=settings)[0]
     try:
         loss = engine(torch.ones(3, WIDTH, dtype=torch.bfloat16))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -66,6 +67,14 @@ def is_current_stream_capturing() -> bool:
 
 
 # -- memory ------------------------------------------------------------------------------------------
+
+
+integrated = False
+"""True if the device is to report that its memory is the host's."""
+
+
+def get_device_properties(which: Any = None) -> SimpleNamespace:
+    return SimpleNamespace(is_integrated=integrated)
 
 
 def memory_allocated(which: Any = None) -> int:

@@ -247,7 +247,7 @@ def test_an_in_place_layout_has_every_byte_of_its_tensors_in_whole_pages() -> No
 def test_bad_input_leaves_the_model_as_it_was(tmp_path: Path) -> None:
     model = llama()
     with pytest.raises(offload.BudgetError):
-        offload.inference(model, on_cpu(host_memory="1MiB", device_memory="4KiB"))
+        offload.inference(model, on_cpu(host_memory="4KiB"))
     assert all(parameter.requires_grad and parameter.numel() for parameter in model.parameters())
     with pytest.raises(offload.UsageError, match="a module was given"):
         offload.inference(model, attn_implementation="eager")

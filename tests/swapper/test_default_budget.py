@@ -162,5 +162,8 @@ def test_frozen_weights_are_copied_to_the_device_less_often_and_never_back() -> 
     default, half, whole = (copied(device_memory) for device_memory in (None, "50%", "100%"))
     trains = 4 * WIDTH
     assert default[1] == half[1] == whole[1] == trains, "the gradient of what trains, at any percentage"
-    assert default[0] > half[0] > whole[0], "more of the frozen weights stay"
-    assert trains <= whole[0] < 4 * trains, "all frozen weights stay; what was updated comes again, in whole pages"
+    if engine_device() == "cpu":
+        assert default[0] == half[0] == whole[0] == 0, "the CPU computes with weights where they are"
+    else:
+        assert default[0] > half[0] > whole[0], "more of the frozen weights stay"
+        assert trains <= whole[0] < 4 * trains, "all frozen weights stay; what was updated comes again, in whole pages"

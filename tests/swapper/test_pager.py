@@ -216,6 +216,23 @@ def test_the_pager_takes_the_listed_transitions_alone() -> None:
                     pager.table.move(entry, after)
 
 
+def test_the_cpu_uses_weights_in_host_memory_where_they_are() -> None:
+    host = HostArena(HostBudget(0, 0, 0, PAGE), CPU)
+    unit = UnitSize("unit", PAGE, Tier.HOST, PAGE, pieces_of([range(PAGE)]), host_addressable=True)
+    pager = Pager([unit], host, DeviceArena(0, CPU), CPU, NoStore(1), Limits())
+    weights = pager.acquire(0)
+    assert weights.data_ptr() == host.address and weights.nbytes == PAGE
+    pager.release(0)
+    pager.begin_updates([0])
+    host_buffer = pager.weight_updates.buffer_for(0)
+    assert host_buffer is not None and pager.weight_updates.holds_weights(0)
+    host_buffer.tensor(torch.uint8).fill_(7)
+    pager.weight_updates.publish_weights(0, in_host_buffer=True, unwritten=True)
+    assert bool((pager.acquire(0) == 7).all()), "the write to the store may be in flight"
+    pager.weight_updates.flushed(0)
+    assert pager.table.entries[0].residency is Residency.DEVICE
+
+
 orders = st.lists(st.integers(0, 7), min_size=1, max_size=40)
 
 

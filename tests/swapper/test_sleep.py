@@ -116,7 +116,7 @@ def test_after_a_backward_that_failed_no_graph_keeps_an_engine_awake(schedule: s
 
 
 def test_a_graph_from_before_the_sleep_is_refused_by_its_backward(tmp_path: Path) -> None:
-    engine = start(JOB, ("cpu", "cpu"), tmp_path)
+    engine = start(JOB, ("nvme", "cpu"), tmp_path)
     loss = JOB.loss(engine, 0, 0)
     engine.sleep()
     with pytest.raises(UsageError, match=r"graph made before.*or sleep\(\) has given them back"):

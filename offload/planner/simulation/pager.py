@@ -551,7 +551,8 @@ class SimulatedPager:
 
     def holds_weights(self, unit: int) -> bool:
         """Returns True if HOST holds the unit's weights, so that an update need not read them."""
-        return self.entries[unit].residency is Residency.HOST
+        entry = self.entries[unit]
+        return entry.residency is Residency.HOST or (entry.size.device_resident and entry.size.tier is Tier.HOST)
 
     def publish(self, unit: int, has_buffer: bool, unwritten: bool) -> None:
         """Ends a unit's update for the model's thread."""
@@ -559,7 +560,7 @@ class SimulatedPager:
         if has_buffer:
             entry.unwritten = unwritten
             fresh = Residency.WRITING if unwritten else Residency.HOST
-            if entry.residency is not fresh:
+            if entry.residency is not fresh and not entry.size.device_resident:
                 self.move(entry, fresh)
         entry.in_update = False
         self.set_updating(entry, False)

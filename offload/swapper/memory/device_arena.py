@@ -109,6 +109,7 @@ class DeviceBuffer(NamedTuple):
     """A byte range of the device arena: one unit's weights, or memory for another use, which is never freed."""
 
     offset: int
+    """Below 0 for host memory that the arena shares; see `DeviceArena.share`."""
     nbytes: int
     after: tuple[Event, ...]
     """Events that must be done before the block is written."""
@@ -135,6 +136,8 @@ class DeviceArena:
         """Views of the memory, by offset and size."""
         self._viewed: dict[tuple[int, int], ViewedMemory] = {}
         """Storages over these views, by the ids of view and places. The storages keep both objects alive."""
+        self._shared: list[torch.Tensor] = []
+        """Host memory of units that the device uses where it is."""
         self.given_back = False
         """True between `give_back` and `take_back`."""
         self._readers = [(0, nbytes, self._earlier_compute())]
@@ -234,17 +237,29 @@ class DeviceArena:
         self._readers = []
         self.given_back = False
 
+    @property
+    def shares_viewed_memory(self) -> bool:
+        """True while anybody else holds a view of host memory that the arena shares; False if torch does not count."""
+        ids = set(map(id, self._shared))
+        return any(memory.viewed for (of, _), memory in self._viewed.items() if of in ids)
+
     def close(self) -> None:
         """Drops the memory, which is freed once nobody else holds a view of it. No copy may be in flight.
 
         An engine is a part of reference cycles, and Python may find the cycles long after the engine's end.
         """
-        self.blocks, self._views, self._viewed = [], {}, {}
+        self.blocks, self._shared, self._views, self._viewed = [], [], {}, {}
         del self._first
 
     def addresses(self) -> list[tuple[int, int]]:
         """Returns the first address of each allocation, and the first address after its end."""
-        return [(memory.data_ptr(), memory.data_ptr() + memory.numel()) for _, memory in self.blocks]
+        allocations = [(memory.data_ptr(), memory.data_ptr() + memory.numel()) for _, memory in self.blocks]
+        if not self._shared:
+            return allocations
+        # One range: a look at each unit's own would cost every tensor that autograd saves.
+        starts = [memory.data_ptr() for memory in self._shared]
+        ends = [start + memory.numel() for start, memory in zip(starts, self._shared, strict=True)]
+        return [*allocations, (min(starts), max(ends))]
 
     @property
     def used_bytes(self) -> int:
@@ -263,6 +278,12 @@ class DeviceArena:
         for event in device_buffer.after:
             event.wait()
         return self.view(device_buffer)
+
+    def share(self, memory: torch.Tensor) -> DeviceBuffer:
+        """Returns a buffer that is host memory, (nbytes,) uint8 that the device can address. It is never freed."""
+        assert self._device.host_addressable
+        self._shared.append(memory)
+        return DeviceBuffer(-len(self._shared), memory.numel(), ())
 
     def take_at(self, offset: int, nbytes: int) -> DeviceBuffer:
         """Allocates the `nbytes` bytes from `offset` on, which must be free."""
@@ -298,6 +319,8 @@ class DeviceArena:
 
     def view(self, device_buffer: DeviceBuffer) -> torch.Tensor:
         """Returns the buffer's own memory, (nbytes,) uint8: the same tensor at each call."""
+        if device_buffer.offset < 0:
+            return self._shared[-1 - device_buffer.offset]
         offset, nbytes, views = device_buffer.offset, device_buffer.nbytes, self._views  # read once: see `shrink`
         # Units return to the same places, and torch takes 8 µs to make a view.
         view_of_unit = views.get((offset, nbytes))

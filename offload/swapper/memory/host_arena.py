@@ -201,6 +201,8 @@ class HostArena:
         self._parts = {} if copied is None else self._parts_to_pin(copied)
         self.given_back = False
         """True between `give_back` and `pin`."""
+        self.viewed = False
+        """True if somebody holds a view of weights in the arena at its end: no other arena may use its memory then."""
         self.pinned: dict[str, int] = {}
         """Pinned bytes of each part that the device copies, by name; parts with the most copies come first."""
         try:
@@ -324,7 +326,8 @@ class HostArena:
 
         The memory of buffers in use stays mapped until their owners drop them.
         """
-        self._memory._give(self, self._mapping, self._start, self._taken_bytes, tuple(self._parts.values()))
+        parts = tuple(self._parts.values())
+        self._memory._give(self, self._mapping, self._start, self._taken_bytes, parts, self.viewed)
 
 
 class HostMemory:
@@ -411,8 +414,19 @@ class HostMemory:
                 return mapping, offset
         return None
 
-    def _give(self, arena: HostArena, mapping: Mapping, start: int, nbytes: int, parts: Sequence[torch.Tensor]) -> None:
-        """Unpins and frees an arena's region, and unmaps a mapping without arenas once no buffer refers to it."""
+    def _give(
+        self,
+        arena: HostArena,
+        mapping: Mapping,
+        start: int,
+        nbytes: int,
+        parts: Sequence[torch.Tensor],
+        viewed: bool,
+    ) -> None:
+        """Unpins and frees an arena's region, and unmaps a mapping without arenas once no buffer refers to it.
+
+        A region that is `viewed` keeps its contents, and its mapping takes no further arena.
+        """
         with self._lock:
             # An arena whose start was interrupted has not joined.
             if arena in self._arenas:
@@ -422,9 +436,10 @@ class HostMemory:
                 # unpinning waits for them.
                 mapping.device.unregister(parts)
             finally:
-                mapping.give(start, nbytes)
-                if mapping.space.used_bytes == 0:
-                    # The last arena is gone. The last view of the memory unmaps it.
+                if not viewed:
+                    mapping.give(start, nbytes)
+                # The last arena is gone, or nobody may reuse its memory. The last view of the memory unmaps it.
+                if (viewed or mapping.space.used_bytes == 0) and mapping in self._mappings:
                     self._mappings.remove(mapping)
 
 
