@@ -259,11 +259,11 @@ SCENARIOS = (
     Scenario("weights in host memory", ("cpu", "cpu"), {"durability": "none"}, device=0.0, late=True),
     Scenario("states on drives", ("cpu", "nvme"), {"durability": "step"}, host=0.0, device=0.0, late=True),
     Scenario(
-        "power cut between commits", options={"durability": {"every": 2}, "speculate": True}, host=1.0, fault="power"
+        "power cut between commits", options={"durability": {"every": 2}, "speculate": True}, host=0.3, fault="power"
     ),
     Scenario("two micro-batches", options={"durability": "none"}, host=0.0, device=0.0, late=True, accumulation=2),
     Scenario(
-        "failed request", options={"durability": {"every": 2}}, host=1.0, device=0.0, accumulation=2, fault="error"
+        "failed request", options={"durability": {"every": 2}}, host=0.3, device=0.0, accumulation=2, fault="error"
     ),
     Scenario(
         "failed request under the backward",
