@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import functools
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from itertools import accumulate
 from typing import Protocol
@@ -28,6 +28,7 @@ from offload.swapper.memory.host_arena import HostArena, HostBuffer
 from offload.swapper.policy import (
     Eviction,
     Floor,
+    IdleBlocks,
     Limits,
     UnitBlock,
     company_of,
@@ -183,7 +184,12 @@ class DeviceCache:
             (align_up(e.size.nbytes), e.index) for e in table.entries if not e.size.device_resident
         )
         """Bytes and index of each unit that comes and goes."""
+        self._idle = IdleBlocks(table.access_order)
+        """Units that `drop` may drop."""
+        self.missing = table.access_order.units()
+        """Units that are not on the device, and that no read in place is bringing."""
         for entry in table.entries:
+            self.missing.put(entry.index, entry.residency is not Residency.DEVICE)
             if entry.size.tier is Tier.DEVICE:
                 entry.tier_buffer = arena.take(entry.size.shard_nbytes)
                 assert entry.tier_buffer is not None, "the device arena was sized for every unit of the device tier"
@@ -237,9 +243,8 @@ class DeviceCache:
     def find_room(self, entry: UnitEntry, beyond: int) -> Eviction | None:
         """Returns the placement that `allocate` would choose, without any change; see `policy.find_room`."""
         floor = self._floors.get(entry.index) or self._floor_for(entry.index)
-        blocks, order = self._droppable(), self._table.access_order
         company = company_of(entry.size.companions, self._offsets.get)
-        return find_room(self._arena.space, entry.size.nbytes, blocks, order, floor, beyond, company)
+        return find_room(self._arena.space, entry.size.nbytes, self._idle, floor, beyond, company)
 
     def reserve(self, units: Sequence[int]) -> bool:
         """Reserves room for exactly `units` and returns True; returns False, without effect, if the room is not free.
@@ -341,18 +346,26 @@ class DeviceCache:
         self._floors.clear()
         self._arena.resize(nbytes)
 
-    def _droppable(self) -> list[UnitBlock]:
-        blocks = []
-        for unit in sorted(self._table.on_device):
-            entry = self._table.entries[unit]
-            if self.idle(entry) and (buffer := entry.device_buffer) is not None:
-                blocks.append(UnitBlock(unit, buffer.offset, buffer.nbytes))
-        return blocks
-
     def idle(self, entry: UnitEntry) -> bool:
         """Returns True if the unit is on the device, unpinned, and not permanent."""
         in_use = entry.pins or entry.copying or entry.size.device_resident
         return entry.residency is Residency.DEVICE and not in_use
+
+    def hold(self, entry: UnitEntry, pins: int = 0, copying: int = 0) -> None:
+        """Adds to the pins of a unit, and to the copies of its weights in progress. A unit with any is not dropped."""
+        self._table.hold(entry, pins, copying)
+        self._note(entry)
+
+    def _move(self, entry: UnitEntry, to: Residency) -> None:
+        self._table.move(entry, to)
+        self._note(entry)
+
+    def _note(self, entry: UnitEntry) -> None:
+        """Adds a unit that has changed to those that may be dropped or are missing, or removes it."""
+        self.missing.put(entry.index, entry.residency is not Residency.DEVICE and not entry.reading_in_place)
+        self._idle.remove(entry.index)
+        if self.idle(entry) and (buffer := entry.device_buffer) is not None:
+            self._idle.add(UnitBlock(entry.index, buffer.offset, buffer.nbytes))
 
     def drop(self, entry: UnitEntry) -> None:
         """Drops the device copy of a unit. The copy is clean, so no bytes move."""
@@ -364,9 +377,9 @@ class DeviceCache:
         # A host buffer that is kept, or the permanent device buffer of the partition, holds the newest copy. WRITING
         # means that the write of that copy to the store is still in flight.
         if entry.host_buffer is None and entry.tier_buffer is None:
-            self._table.move(entry, Residency.DISK)
+            self._move(entry, Residency.DISK)
         else:
-            self._table.move(entry, Residency.WRITING if entry.unwritten else Residency.HOST)
+            self._move(entry, Residency.WRITING if entry.unwritten else Residency.HOST)
 
     def look_up(self, entry: UnitEntry, rows: torch.Tensor, row_nbytes: int) -> torch.Tensor:
         """Returns rows of a unit that is on the device and stays there meanwhile; see `rows_in`."""
@@ -409,23 +422,23 @@ class DeviceCache:
             self._arena.give(device_buffer, DONE, DONE)  # nobody writes there: see `WeightSource.start_read`
             del self._offsets[entry.index]
             raise
-        entry.transfer = Transfer(None, future)
+        self._table.begin_transfer(entry, Transfer(None, future))
         entry.device_buffer = device_buffer
-        self._table.move(entry, Residency.UPLOADING)
+        self._move(entry, Residency.UPLOADING)
 
     def finish_read(self, entry: UnitEntry) -> None:
         """Waits for the read in place of `entry` without the lock, then delivers it, like `HostCache.finish_read`."""
         if self._table.end_transfer(entry) is not None:
-            self._table.move(entry, Residency.DEVICE)
+            self._move(entry, Residency.DEVICE)
 
     @property
     def copying(self) -> bool:
         """True while another thread copies weights of a unit on the device, which stays there meanwhile."""
-        return any(self._table.entries[unit].copying for unit in self._table.on_device)
+        return any(entry.copying and entry.residency is Residency.DEVICE for entry in self._table.held.values())
 
     def latest_read(self) -> UnitEntry | None:
         """Returns the unit with the furthest next use among those being read in place; None if there is none."""
-        return self._table.used_last(entry for entry in self._table.entries if entry.reading_in_place)
+        return self._table.used_last(entry for entry in self._table.reading.values() if entry.reading_in_place)
 
     # -- copies -------------------------------------------------------------------------------------
 
@@ -444,7 +457,7 @@ class DeviceCache:
             raise
         # Only now: `CommonUses` gathers into the buffer that an entry names, as if the unit were on the device already.
         entry.device_buffer = device_buffer
-        self._table.move(entry, Residency.DEVICE)
+        self._move(entry, Residency.DEVICE)
 
     def _copy_shard(self, entry: UnitEntry, device_buffer: DeviceBuffer) -> None:
         """Starts the copies of this rank's shard into `device_buffer`, and stores the last event.
@@ -527,7 +540,7 @@ class DeviceCache:
         for buffer in host_buffers:
             buffer.release()
         entry.device_buffer = device_buffer
-        self._table.move(entry, Residency.DEVICE)
+        self._move(entry, Residency.DEVICE)
 
 
 # -- host cache ----------------------------------------------------------------------------------------
@@ -543,6 +556,8 @@ class HostCache:
         self._source = source
         self.waiting_for_buffer = 0
         """Number of threads that wait for a host buffer."""
+        self._buffered = table.access_order.units()
+        """Units of tier DISK that have a host buffer, of their newest weights or of fresh ones."""
         for entry in table.entries:
             if entry.size.tier is Tier.HOST:
                 entry.host_buffer = host.take_copied(entry.size.shard_nbytes)
@@ -558,15 +573,7 @@ class HostCache:
         Only units whose next use is more than `beyond` uses away may be evicted; -1 for any unit. Without `wait`,
         nothing is evicted whose copy to the device is under way.
         """
-
-        def distance(unit: int) -> int:
-            entry = self._table.entries[unit]
-            # The thread that fetches a unit has recorded this use already, so the order would report the use after this
-            # one.
-            fetched_now = entry.pins and entry.residency is not Residency.DEVICE
-            return 0 if fetched_now else self._table.access_order.distance(unit)
-
-        going = victims(self._host.weights.space, nbytes, self._evictable(), distance, beyond)
+        going = victims(self._host.weights.space, nbytes, self._evictable(beyond))
         # A thread that works ahead (`wait=False`) must not hold the lock in `_evict` until a copy ends.
         if going is None or not (wait or all(self._table.entries[unit].copied.done() for unit in going)):
             return None
@@ -578,7 +585,7 @@ class HostCache:
 
     def wait_for_buffer(self, entry: UnitEntry) -> None:
         """Waits until a host buffer for `entry` may have become free or evictable. The caller tries again."""
-        reading = self._table.used_last(e for e in self._table.entries if e.residency is Residency.READING)
+        reading = self._table.used_last(e for e in self._table.reading.values() if e.residency is Residency.READING)
         # Prefetches in flight occupy the memory. A buffer can be evicted once its read has been delivered, so this
         # thread delivers the read whose use is furthest away.
         if reading is not None:
@@ -599,16 +606,30 @@ class HostCache:
         """Bytes of all host buffers that units of tier DISK share."""
         return self._host.weights.space.nbytes
 
-    def _evictable(self) -> list[UnitBlock]:
-        """Returns the blocks of all host buffers that may be evicted, one for each unit."""
-        blocks = []
-        for entry in self._table.entries:
+    def _evictable(self, beyond: int) -> Iterator[UnitBlock]:
+        """Yields the blocks of the host buffers that may be evicted, the furthest next use first."""
+        last: list[UnitBlock] = []
+        for unit in self._buffered.latest():
+            entry = self._table.entries[unit]
             buffer = entry.host_buffer or entry.fresh
-            if buffer is None:
-                continue  # most of thousands of experts
-            if self._is_evictable(entry) if buffer is entry.host_buffer else not entry.fresh_stays:
-                blocks.append(UnitBlock(entry.index, buffer.offset, buffer.nbytes))
-        return blocks
+            assert buffer is not None
+            if not (self._is_evictable(entry) if buffer is entry.host_buffer else not entry.fresh_stays):
+                continue
+            block, distance = UnitBlock(unit, buffer.offset, buffer.nbytes), self._table.access_order.distance(unit)
+            # The thread that fetches a unit has recorded this use already, so the order reports the use after this one.
+            if (entry.pins and entry.residency is not Residency.DEVICE) or not distance:
+                last.append(block)
+            elif distance > beyond:
+                yield block
+            else:
+                return
+        if beyond < 0:
+            yield from sorted(last)
+
+    def note(self, entry: UnitEntry) -> None:
+        """Follows a change of a unit's host buffers."""
+        has_buffer = entry.host_buffer is not None or entry.fresh is not None
+        self._buffered.put(entry.index, has_buffer and entry.size.tier is Tier.DISK)
 
     def _is_evictable(self, entry: UnitEntry) -> bool:
         """Returns True if the store contains the bytes of the unit's host buffer and no thread uses the buffer."""
@@ -627,12 +648,14 @@ class HostCache:
             assert entry.fresh is not None and not entry.fresh_stays
             entry.fresh.release()
             entry.fresh = None
+            self.note(entry)
             return
         # calling thread: the buffer is reused at once, so the copy to the device must be over. The wait blocks only if
         # the copy took longer than all work since.
         entry.copied.wait()
         entry.host_buffer.release()
         entry.host_buffer = None
+        self.note(entry)
         if entry.residency is Residency.HOST:
             self._table.move(entry, Residency.DISK)
 
@@ -654,7 +677,7 @@ class HostCache:
         except BaseException:
             host_buffer.release()  # nobody writes there: see `WeightSource.start_read`
             raise
-        entry.transfer = Transfer(host_buffer, future)
+        self._table.begin_transfer(entry, Transfer(host_buffer, future))
         self._table.move(entry, Residency.READING)
 
     def finish_read(self, entry: UnitEntry) -> None:
@@ -665,6 +688,7 @@ class HostCache:
         # None: another thread has delivered the read while this one waited without the lock.
         if (transfer := self._table.end_transfer(entry)) is not None:
             entry.host_buffer = transfer.host_buffer
+            self.note(entry)
             self._table.move(entry, Residency.HOST)
 
     def read_ahead(self, limits: Limits, started: Callable[[UnitEntry], None], wait: bool) -> None:
@@ -674,15 +698,15 @@ class HostCache:
         """
         entries, trace = self._table.entries, self._table.access_order
 
-        def wanting(unit: int) -> bool:
-            entry = entries[unit]
-            on_disk = entry.residency is Residency.DISK and entry.host_buffer is None
-            return on_disk and not entry.updating and not self.streams(entry)
+        def wanted() -> Iterator[int]:
+            for unit in self._table.on_disk.upcoming():
+                if entries[unit].host_buffer is None and not self.streams(entries[unit]):
+                    yield unit
 
         def nbytes(unit: int) -> int:
             return entries[unit].size.shard_nbytes
 
-        while (unit := next_to_fetch(trace, nbytes, wanting, limits)) is not None:
+        while (unit := next_to_fetch(trace, nbytes, wanted(), limits)) is not None:
             host_buffer = self.host_buffer(nbytes(unit), trace.distance(unit), wait)
             if host_buffer is None:
                 return
@@ -745,7 +769,8 @@ class HostCache:
 
         Errors of these reads are ignored: no one needs the bytes.
         """
-        for entry in self._table.entries:
+        while self._table.reading:
+            _, entry = self._table.reading.popitem()
             if entry.transfer is not None:
                 transfer, entry.transfer = entry.transfer, None
                 # calling thread: other threads need the lock while this one waits for the drive.

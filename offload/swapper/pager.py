@@ -212,12 +212,12 @@ class CommonUses(Fetcher):
             if not waiting:
                 raise
             for asked in waiting:
-                asked.pins -= 1
+                self._device_cache.hold(asked, pins=-1)
             try:
                 self._gather(entry)
             finally:
                 for asked in waiting:
-                    asked.pins += 1
+                    self._device_cache.hold(asked, pins=1)
 
     def _gather(self, entry: UnitEntry) -> None:
         """Gathers a unit, which this rank fetches if it lacks the unit."""
@@ -333,9 +333,19 @@ class Begun(NamedTuple):
 class SpeculativeWeights:
     """The part of the pager that updates under the backward call."""
 
-    def __init__(self, table: UnitTable, host_cache: HostCache, arena: DeviceArena, device: Device) -> None:
-        self._table, self._host_cache, self._arena, self._device = table, host_cache, arena, device
+    def __init__(
+        self,
+        table: UnitTable,
+        host_cache: HostCache,
+        device_cache: DeviceCache,
+        arena: DeviceArena,
+        device: Device,
+    ) -> None:
+        self._table, self._host_cache, self._device_cache = table, host_cache, device_cache
+        self._arena, self._device = arena, device
         self._entries, self._lock = table.entries, table.changed.lock
+        self._staying: dict[int, HostBuffer] = {}
+        """Fresh weights of units whose `fresh_stays` is True."""
         self._paused = False
 
     @contextlib.contextmanager
@@ -345,7 +355,7 @@ class SpeculativeWeights:
             self._paused = True
         try:
             with self._lock:
-                while any(entry.copying for entry in self._entries):
+                while any(entry.copying for entry in self._table.held.values()):
                     self._table.check()
                     # calling thread: the wait ends. `copy` on the update worker waits for an upload at most.
                     self._table.wait("waits for a copy of weights")
@@ -371,6 +381,7 @@ class SpeculativeWeights:
         # update thread: it is about to write where an upload may still read.
         entry.copied.wait()
         entry.host_buffer, entry.fresh, entry.fresh_stays = None, fresh, True
+        self._staying[unit] = fresh
         if entry.residency is Residency.HOST:
             self._table.move(entry, Residency.DISK)
         return Begun(fresh)
@@ -378,14 +389,12 @@ class SpeculativeWeights:
     def _gives_host_buffer(self, entry: UnitEntry) -> bool:
         if entry.host_buffer is None or entry.copying:
             return False
-        fresh_nbytes = [
-            waiting.fresh.nbytes for waiting in self._entries if waiting.fresh is not None and waiting.fresh_stays
-        ]
-        ahead = [
+        fresh_nbytes = [fresh.nbytes for fresh in self._staying.values()]
+        ahead = (
             self._host_cache.buffer_nbytes(upcoming)
             for upcoming in map(self._entries.__getitem__, self._table.access_order.upcoming())
             if upcoming.size.tier is Tier.DISK
-        ]
+        )
         return leaves_room_ahead(self._host_cache.nbytes, [entry.host_buffer.nbytes, *fresh_nbytes], ahead)
 
     def copy(self, unit: int, first: int, destination: torch.Tensor) -> bool:
@@ -398,7 +407,7 @@ class SpeculativeWeights:
             source, on_device = self._weights_in_memory(entry)
             if source is None or self._paused:
                 return False
-            entry.copying += 1  # both buffers stay until the end
+            self._device_cache.hold(entry, copying=1)  # both buffers stay until the end
         try:
             source = source[first : first + len(destination)]
             if on_device:
@@ -410,7 +419,7 @@ class SpeculativeWeights:
                 ctypes.memmove(destination.data_ptr(), source.data_ptr(), destination.nbytes)
         finally:
             with self._lock:
-                entry.copying -= 1
+                self._device_cache.hold(entry, copying=-1)
                 self._table.notify()
         return True
 
@@ -428,6 +437,7 @@ class SpeculativeWeights:
         with self._lock:
             # update thread: from here on another thread may evict the fresh weights, which are in the other slot too.
             self._entries[unit].fresh_stays = False
+            self._staying.pop(unit, None)
             self._table.notify()
 
     def adopt(self, unit: int) -> bool:
@@ -444,6 +454,8 @@ class SpeculativeWeights:
             # update thread: until `publish_weights` the unit is on DISK, and the host buffer of such a unit is never
             # evicted.
             entry.host_buffer, entry.fresh, entry.fresh_stays = entry.fresh, None, False
+            self._staying.pop(unit, None)
+            self._host_cache.note(entry)
             return entry.host_buffer is not None
 
     def drop(self, unit: int) -> None:
@@ -453,6 +465,8 @@ class SpeculativeWeights:
             if entry.fresh is not None:
                 entry.fresh.release()
             entry.fresh, entry.fresh_stays = None, False
+            self._staying.pop(unit, None)
+            self._host_cache.note(entry)
             self._table.notify()
 
 
@@ -481,7 +495,7 @@ class WeightUpdates:
     ) -> None:
         self._table, self._host_cache, self._device_cache, self._arena = table, host_cache, device_cache, arena
         self._prefetcher, self._device = prefetcher, device
-        self.speculative = SpeculativeWeights(table, host_cache, arena, device)
+        self.speculative = SpeculativeWeights(table, host_cache, device_cache, arena, device)
         """Updates that are made before their step is decided."""
         self._entries, self._lock = table.entries, table.changed.lock
         self._awaited: list[int] = []
@@ -499,7 +513,7 @@ class WeightUpdates:
             while entry.reading_in_place:  # a prefetch from before step(), whose bytes are old from now on
                 self._table.check()
                 self._device_cache.finish_read(entry)
-            entry.updating = True
+            self._table.set_updating(entry, True)
             entry.updates += 1
             if entry.size.device_resident:
                 # compute stream: a use in place is never released, so the update follows all compute so far.
@@ -541,6 +555,7 @@ class WeightUpdates:
             if entry.host_buffer is None and not self._host_cache.waiting_for_buffer:
                 beyond = -1 if unit in self._awaited else self._table.access_order.distance(unit)
                 entry.host_buffer = self._host_cache.host_buffer(entry.size.shard_nbytes, beyond)
+                self._host_cache.note(entry)
             entry.in_update = entry.host_buffer is not None
             return entry.host_buffer
 
@@ -565,7 +580,8 @@ class WeightUpdates:
                 if entry.residency is not fresh and not entry.size.device_resident:
                     self._table.move(entry, fresh)
             # update thread: threads that fetch this unit wake up, and its fresh weights may be uploaded from here on.
-            entry.updating = entry.in_update = False
+            entry.in_update = False
+            self._table.set_updating(entry, False)
             self._table.timeline.end(Row.UPDATES, entry.size.title)
             self._table.notify()
             self._prefetcher.advance()
@@ -680,7 +696,7 @@ class Pager:
         """
         entry = self._entries[unit]
         with self.lock:
-            entry.pins += 1  # from here on nobody drops it
+            self._device_cache.hold(entry, pins=1)  # from here on nobody drops it
             try:
                 begins, on_device = entry.pins == 1, entry.residency is Residency.DEVICE
                 if begins:
@@ -689,7 +705,7 @@ class Pager:
                 if begins:  # only now: a caller that makes room after a `BudgetError` calls again for the same use
                     self._uses, self._hits = self._uses + 1, self._hits + on_device
             except BaseException:  # also a Ctrl-C at a wait
-                entry.pins -= 1
+                self._device_cache.hold(entry, pins=-1)
                 raise
             assert entry.device_buffer is not None
             view, uploaded = self.arena.view(entry.device_buffer), entry.uploaded
@@ -725,7 +741,7 @@ class Pager:
             # all.
             self._device.wait_event(entry.read)
             entry.read = self._device.record_event()
-            entry.pins -= 1
+            self._device_cache.hold(entry, pins=-1)
             if not keeps(
                 self.table.access_order, unit, lambda index: self._entries[index].size.nbytes, self._limits
             ) and self._device_cache.idle(entry):
@@ -929,7 +945,7 @@ class Pager:
         """Ends a load: all weights are new, in their tiers and in the newest slots of the store."""
         with self.lock:
             for entry in self._entries:
-                entry.updating = False
+                self.table.set_updating(entry, False)
             self.notify()
 
     # -- state --------------------------------------------------------------------------------------

@@ -53,7 +53,9 @@ class PassKind(enum.Enum):
 class _Order:
     """Recorded order of one kind of run, and the current position of the run in that order."""
 
-    def __init__(self, wraps: bool) -> None:
+    def __init__(self, wraps: bool, moved: Callable[[int], None]) -> None:
+        self._moved = moved
+        """Called for each unit whose next use has changed; not at `finish` and `restart`, where all may have."""
         self.uses: tuple[int, ...] = ()
         self.wraps = wraps
         """True if the first use follows the last one with the same weights (no update in between)."""
@@ -70,8 +72,13 @@ class _Order:
         """For each position, the position of the unit's next use; a position beyond the end is in the repeated run."""
         self._next: dict[int, int] = {}
         """For each unit, the position of its next use at or after the cursor, counted in the same way."""
-        self._expected: list[int] = []
-        """Units of a group that come before all else, nearest first; see `expect`."""
+        self._expected: tuple[int, ...] = ()
+        """Units of a group that come before all else, nearest first; see `expect`. Those before `_passed` are over."""
+        self._passed = 0
+        self._next_expected: dict[int, int] = {}
+        """For each expected unit, its first index at or after `_passed`."""
+        self._following_expected: list[int] = []
+        """For each index, the next index of the same unit; -1 if there is none."""
         self._backwards: dict[int, tuple[Sequence[int], Collection[int]]] = {}
         """For each expected unit whose backward has not begun: all units of the same `expect` call, and their group."""
 
@@ -81,31 +88,56 @@ class _Order:
         With `at_once` the reverse follows the last of them, where one use serves both.
         """
         self._pass_over(group)
-        self._expected = [*units, *reversed(units[:-1])] if at_once else list(units)
+        self._predict([*units, *reversed(units[:-1])] if at_once else units)
         for unit in group:
             self._backwards.pop(unit, None)
         if backward and not at_once:
             self._backwards |= dict.fromkeys(units, (tuple(units), group))
 
+    def _predict(self, units: Sequence[int]) -> None:
+        """Replaces the expected units that are left."""
+        left = self._expected[self._passed :]
+        self._expected, self._passed = tuple(units), 0
+        self._next_expected, self._following_expected = {}, [-1] * len(units)
+        for index in reversed(range(len(units))):
+            self._following_expected[index] = self._next_expected.get(units[index], -1)
+            self._next_expected[units[index]] = index
+        for unit in {*left, *units}:
+            self._moved(unit)
+
+    def _pass(self, position: int) -> None:
+        """Moves the cursor past the use at `position`."""
+        while self.cursor <= position:
+            unit = self.uses[self.cursor]
+            self._next[unit] = self._following[self.cursor]
+            self.cursor += 1
+            self._moved(unit)
+
     def _pass_over(self, group: Collection[int]) -> None:
         """Moves the cursor past recorded uses of `group`: the run before chose these units."""
         while self.cursor < len(self.uses) and self.uses[self.cursor] in group:
-            self._next[self.uses[self.cursor]] = self._following[self.cursor]
-            self.cursor += 1
+            self._pass(self.cursor)
 
     def _use_expected(self, unit: int) -> bool | None:
         """Returns True if `unit` was the next expected unit, False if a later one, None if it was not expected."""
-        if not self._expected and unit in self._backwards:
+        if self._passed == len(self._expected) and unit in self._backwards:
             units, group = self._backwards[unit]
             for choice in units:
                 del self._backwards[choice]
             self._pass_over(group)
-            self._expected = list(reversed(units))
-        if unit not in self._expected:
+            self._predict(units[::-1])
+        position, first = self._next_expected.get(unit), self._passed
+        if position is None:
             return None
-        position = self._expected.index(unit)
-        del self._expected[: position + 1]
-        return position == 0
+        self._passed = position + 1
+        for index in range(first, position + 1):
+            passed, following = self._expected[index], self._following_expected[index]
+            if following < 0:
+                del self._next_expected[passed]
+            else:
+                self._next_expected[passed] = following
+            self._moved(passed)
+        return position == first
 
     def use(self, unit: int) -> bool:
         """Records a use. Returns False if the order predicted another unit."""
@@ -122,15 +154,13 @@ class _Order:
         expected = self._use_expected(unit)
         if expected is not None:
             return expected
-        self._expected = []
+        self._predict(())
         # A mispredicted use moves the cursor to the next recorded use of this unit, so that a skipped branch costs
         # one misprediction and not one for each unit in the branch.
         position = self._next.get(unit, NEVER)
         foreseen = position == self.cursor < len(self.uses)
         if position < len(self.uses):
-            for passed in range(self.cursor, position + 1):
-                self._next[self.uses[passed]] = self._following[passed]
-            self.cursor = position + 1
+            self._pass(position)
             self._repeats_left = self._repeats[position]
         return foreseen or not self.uses
 
@@ -153,29 +183,42 @@ class _Order:
 
     def restart(self) -> None:
         """Restarts the run and discards its recording: an interrupted run predicts nothing."""
-        self._recording, self._recorded_repeats, self._expected, self._backwards = [], [], [], {}
-        self.cursor = self._repeats_left = 0
+        self._recording, self._recorded_repeats, self._backwards = [], [], {}
+        self._expected, self._next_expected, self._following_expected = (), {}, []
+        self.cursor = self._repeats_left = self._passed = 0
         self._next = dict(self._first)
+
+    def position(self, unit: int) -> int:
+        """Returns a number that is larger the later the next use of `unit` is; NEVER if the unit has none.
+
+        It stays the same until this use is over. Expected uses have negative positions.
+        """
+        index = self._next_expected.get(unit)
+        return self._next.get(unit, NEVER) if index is None else index - len(self._expected)
+
+    def in_run(self, position: int) -> bool:
+        """Returns True if the use at `position` is one of those whose units `upcoming` yields."""
+        return position < len(self.uses) or (self.wraps and position < NEVER)
 
     def distance(self, unit: int) -> int:
         """Returns the number of uses before the next use of `unit`, assuming that the run repeats; NEVER if unknown."""
-        if unit in self._expected:
-            return self._expected.index(unit)
-        position = self._next.get(unit)
-        return NEVER if position is None else position - self.cursor + len(self._expected)
+        position = self.position(unit)
+        if position == NEVER:
+            return NEVER
+        return position + len(self._expected) - self._passed - (self.cursor if position >= 0 else 0)
 
     def distances(self, units: Iterable[int]) -> tuple[int, ...]:
-        if self._expected:
+        if self._next_expected:
             return tuple([self.distance(unit) for unit in units])
         positions, cursor = self._next, self.cursor
         return tuple([positions[unit] - cursor if unit in positions else NEVER for unit in units])
 
     def until(self, unit: int) -> Iterator[int]:
         """Yields every use before the next use of `unit`, which must be in the order; a unit may occur repeatedly."""
-        expected = len(self._expected)
+        expected = len(self._expected) - self._passed
         for distance in range(self.distance(unit)):
             if distance < expected:
-                yield self._expected[distance]
+                yield self._expected[self._passed + distance]
             else:
                 # The modulo continues at the start of the run: after a step, the next step repeats the order.
                 yield self.uses[(self.cursor + distance - expected) % len(self.uses)]
@@ -183,19 +226,12 @@ class _Order:
     def upcoming(self) -> Iterator[int]:
         """Yields the distinct units of the remaining uses, nearest first; an order that wraps adds the earlier uses."""
         seen: set[int] = set()
-        for unit in self._remaining():
+        rest = map(self.uses.__getitem__, range(self.cursor, len(self.uses)))  # an islice would step over all before
+        again = itertools.islice(self.uses, self.cursor if self.wraps else 0)
+        for unit in itertools.chain(self._expected[self._passed :], rest, again):
             if unit not in seen:
                 seen.add(unit)
                 yield unit
-
-    def nearest(self, wanting: Callable[[int], bool]) -> int | None:
-        return next(filter(wanting, self._remaining()), None)
-
-    def _remaining(self) -> Iterator[int]:
-        """Returns the uses whose units `upcoming` yields. Fast, for each decision: no Python code runs for a use."""
-        rest = map(self.uses.__getitem__, range(self.cursor, len(self.uses)))  # an islice would step over all before
-        again = itertools.islice(self.uses, self.cursor if self.wraps else 0)
-        return itertools.chain(self._expected, rest, again)
 
 
 class AccessOrder:
@@ -206,7 +242,11 @@ class AccessOrder:
     """
 
     def __init__(self) -> None:
-        self._orders = {PassKind.TRAIN: _Order(wraps=False), PassKind.EVAL: _Order(wraps=True)}
+        self._orders = {
+            PassKind.TRAIN: _Order(wraps=False, moved=self._moved),
+            PassKind.EVAL: _Order(wraps=True, moved=self._moved),
+        }
+        self._sets: list[UnitsByNextUse] = []
         self.kind = PassKind.TRAIN
         # The order of the current kind. Every use reads it several times, and a look-up by an enum runs Python code.
         self._now = self._orders[self.kind]
@@ -220,10 +260,23 @@ class AccessOrder:
 
     def begin(self, kind: PassKind) -> None:
         """Assigns the next uses to a run of `kind`. A step resumes at its position, an evaluation starts over."""
-        self.kind = kind
+        before, self.kind = self.kind, kind
         self._now = self._orders[kind]
         if kind is PassKind.EVAL:
             self._now.restart()
+        elif before is kind:
+            return  # a micro-batch goes on in the order of its step
+        for units in self._sets:
+            units.sort_again()
+
+    def units(self) -> UnitsByNextUse:
+        """Returns an empty set of units that this order keeps sorted."""
+        self._sets.append(UnitsByNextUse(self))
+        return self._sets[-1]
+
+    def _moved(self, unit: int) -> None:
+        for units in self._sets:
+            units.moved(unit)
 
     def use(self, unit: int) -> None:
         """Records a use of `unit` in the current run."""
@@ -244,6 +297,8 @@ class AccessOrder:
     def finish(self) -> None:
         """Ends the current run; its order predicts the next run of this kind."""
         self._now.finish()
+        for units in self._sets:
+            units.sort_again()
 
     @property
     def repeated(self) -> int | None:
@@ -257,6 +312,14 @@ class AccessOrder:
         """
         return self._now.distance(unit)
 
+    def position(self, unit: int) -> int:
+        """Returns a number that is larger the later the next use of `unit` is, and stays the same until this use."""
+        return self._now.position(unit)
+
+    def in_run(self, position: int) -> bool:
+        """Returns True if `upcoming` yields the unit whose next use is at `position`."""
+        return self._now.in_run(position)
+
     def distances(self, units: Iterable[int]) -> tuple[int, ...]:
         """Returns `distance` of each of `units`, in one call."""
         return self._now.distances(units)
@@ -265,13 +328,72 @@ class AccessOrder:
         """Yields the distinct units that the run will use with their present weights, nearest first."""
         return self._now.upcoming()
 
-    def nearest(self, wanting: Callable[[int], bool]) -> int | None:
-        """Returns the first of `upcoming` that `wanting` accepts; None if there is none."""
-        return self._now.nearest(wanting)
-
     def until(self, unit: int) -> Iterator[int]:
         """Yields every use before the next use of `unit`, which must be in the order; a unit may occur repeatedly."""
         return self._now.until(unit)
+
+
+class UnitsByNextUse:
+    """A set of units in the order of their next uses: a decision looks at a few of them, not at thousands.
+
+    `AccessOrder.units` makes it. A unit must not be added or removed, and no use recorded, while an iterator is in use.
+    """
+
+    def __init__(self, order: AccessOrder) -> None:
+        self._order = order
+        self._keys: dict[int, tuple[int, int]] = {}
+        """Units with their keys in `_by_use`."""
+        self._by_use: list[tuple[int, int]] = []
+        """The furthest next use first; of units that are never used, the lowest index."""
+        self._stale = False
+        """True if all keys may have changed: the next look at the order sorts the units again."""
+
+    def __len__(self) -> int:
+        return len(self._keys)
+
+    def __contains__(self, unit: object) -> bool:
+        return unit in self._keys
+
+    def put(self, unit: int, belongs: bool) -> None:
+        """Adds a unit if it `belongs` to the set, or removes it."""
+        if belongs is (unit in self._keys):
+            return
+        if belongs:
+            self._keys[unit] = key = -self._order.position(unit), unit
+            if not self._stale:
+                bisect.insort(self._by_use, key)
+        else:
+            key = self._keys.pop(unit)
+            if not self._stale:
+                del self._by_use[bisect.bisect_left(self._by_use, key)]
+
+    def moved(self, unit: int) -> None:
+        """Follows a change of the next use of a unit."""
+        if unit in self._keys and not self._stale:
+            self.put(unit, False)
+            self.put(unit, True)
+
+    def sort_again(self) -> None:
+        """Follows a change of all next uses."""
+        self._stale = True
+
+    def latest(self) -> Iterator[int]:
+        """Yields the units, the furthest next use first; of units that are never used, the lowest index first."""
+        return (unit for _, unit in self._sorted())
+
+    def upcoming(self) -> Iterator[int]:
+        """Yields the units that `AccessOrder.upcoming` yields too, nearest first."""
+        for position, unit in reversed(self._sorted()):
+            if not self._order.in_run(-position):
+                return
+            yield unit
+
+    def _sorted(self) -> list[tuple[int, int]]:
+        if self._stale:
+            position = self._order.position
+            self._keys = {unit: (-position(unit), unit) for unit in self._keys}
+            self._by_use, self._stale = sorted(self._keys.values()), False
+        return self._by_use
 
 
 # -- policy --------------------------------------------------------------------------------------------
@@ -283,6 +405,7 @@ _ANSWERS = 4096
 _LATEST = 64
 """Number of evictable units among which the best offset is sought first: the units whose next use is furthest away."""
 _BY_SCORE = operator.itemgetter(0)
+_BY_OFFSET = operator.itemgetter(1)
 
 
 class UnitBlock(NamedTuple):
@@ -336,40 +459,80 @@ class Floor(NamedTuple):
     largest: int
 
 
-def victims(
-    space: Allocator, nbytes: int, evictable: Sequence[UnitBlock], distance: Callable[[int], int], beyond: int = -1
-) -> tuple[int, ...] | None:
+class IdleBlocks:
+    """Device memory of the units that may be evicted, by next use and by offset."""
+
+    def __init__(self, order: AccessOrder) -> None:
+        self.order = order
+        self._blocks: dict[int, UnitBlock] = {}
+        self._units = order.units()
+        self.by_offset: list[UnitBlock] = []
+        self.offsets: list[int] = []
+        """Of the blocks `by_offset`."""
+        # Neighbours are merged as an allocator merges holes, so that few regions are left of thousands of experts.
+        self._regions = Allocator(0)
+
+    def __len__(self) -> int:
+        return len(self._blocks)
+
+    def add(self, block: UnitBlock) -> None:
+        self._blocks[block.unit] = block
+        self._units.put(block.unit, True)
+        at = bisect.bisect_left(self.offsets, block.offset)
+        self.offsets.insert(at, block.offset)
+        self.by_offset.insert(at, block)
+        self._regions.give(*block[1:])
+
+    def remove(self, unit: int) -> UnitBlock | None:
+        """Removes the block of a unit and returns it; None if the unit has none here."""
+        block = self._blocks.pop(unit, None)
+        if block is not None:
+            self._units.put(unit, False)
+            at = bisect.bisect_left(self.offsets, block.offset)
+            del self.offsets[at], self.by_offset[at]
+            self._regions.take_at(*block[1:])
+        return block
+
+    def latest(self, count: int) -> list[UnitBlock]:
+        """Returns the first `count` blocks, the furthest next use first."""
+        return [self._blocks[unit] for unit in itertools.islice(self._units.latest(), count)]
+
+    def by_unit(self) -> tuple[UnitBlock, ...]:
+        return tuple(sorted(self._blocks.values()))
+
+    def regions(self, holes: Iterable[Region]) -> list[Region]:
+        """Returns the regions that are free once all blocks were freed."""
+        return free_regions(holes, [(start, stop - start) for start, stop in self._regions.holes])
+
+
+def victims(space: Allocator, nbytes: int, latest: Iterable[UnitBlock]) -> tuple[int, ...] | None:
     """Returns the units to evict so that `nbytes` fit in one contiguous block; None if no eviction suffices.
 
-    The unit with the furthest next use goes first, and as few go as suffice. Ties go to the lowest index, so that equal
-    orders give equal choices. Only units whose distance is larger than `beyond` may be evicted; -1 for all of
-    `evictable`.
+    `latest` yields the blocks that may go, the furthest next use first. They go in this order, and as few as suffice.
     """
     if space.could_take(nbytes, ()):
         return ()
-    distances = {block.unit: distance(block.unit) for block in evictable}
-    latest = sorted(
-        (block for block in evictable if distances[block.unit] > beyond),
-        key=lambda block: (-distances[block.unit], block.unit),
-    )
-    # Bytes are added before holes are sorted: too few of them fit nowhere.
-    free, least = space.nbytes - space.used_bytes, 0
-    while free < nbytes and least < len(latest):
-        free += align_up(max(latest[least].nbytes, 1))
-        least += 1
-    least = max(least, 1)
 
     def suffice(blocks: Sequence[UnitBlock]) -> bool:
         return space.could_take(nbytes, [block[1:] for block in blocks])
 
-    if free < nbytes or len(latest) < least:
+    # Bytes are added before holes are sorted: too few of them fit nowhere.
+    others, going, free = iter(latest), [], space.nbytes - space.used_bytes
+    for block in others:
+        going.append(block)
+        free += align_up(max(block.nbytes, 1))
+        if free >= nbytes:
+            break
+    if free < nbytes or not going:
         return None
     # The fewest of them, by bisection: what some leave free, more of them leave free too.
-    if not suffice(latest[:least]):
-        if not suffice(latest):
+    if not suffice(going):
+        least = len(going)
+        going += others
+        if not suffice(going):
             return None
-        least = bisect.bisect_left(range(len(latest)), True, least + 1, key=lambda count: suffice(latest[:count]))
-    going = latest[:least]
+        counts = range(len(going))
+        going = going[: bisect.bisect_left(counts, True, least + 1, key=lambda count: suffice(going[:count]))]
     # Eviction by distance also picks blocks that do not border on the others. Such blocks need not go. The last block
     # must go: without it there was no room.
     if len(going) > 1:
@@ -390,8 +553,7 @@ def victims(
 def find_room(
     space: Allocator,
     nbytes: int,
-    evictable: Sequence[UnitBlock],
-    access_order: AccessOrder,
+    idle: IdleBlocks,
     floor: Floor,
     beyond: int = -1,
     company: tuple[Company, ...] = (),
@@ -413,18 +575,41 @@ def find_room(
     respects and evict the fewest units. Only units whose next use is more than `beyond` uses away may be evicted; -1
     for a use on demand.
     """
-    if beyond >= 0 and (repeated := access_order.repeated) is not None:
-        evictable = [block for block in evictable if block.unit != repeated]
-    distances = access_order.distances([block.unit for block in evictable])
-    if beyond >= 0 and max(distances, default=-1) <= beyond and not space.could_take(nbytes, ()):
+    repeated = idle.order.repeated if beyond >= 0 else None
+    stays = None if repeated is None else idle.remove(repeated)
+    try:
+        return _find_room(space, align_up(max(nbytes, 1)), idle, floor, beyond, company)
+    finally:
+        if stays is not None:
+            idle.add(stays)
+
+
+def _find_room(
+    space: Allocator, nbytes: int, idle: IdleBlocks, floor: Floor, beyond: int, company: tuple[Company, ...]
+) -> Eviction | None:
+    distance, many = idle.order.distance, len(idle) > 2 * _LATEST and space.scatter is None
+    latest = idle.latest(_LATEST + 1 if many else 1)
+    if beyond >= 0 and (not latest or distance(latest[0].unit) <= beyond) and not space.could_take(nbytes, ()):
         return None  # every second prefetch: nothing may go, and nothing is free
-    question = _Question(align_up(max(nbytes, 1)), space.holes, tuple(evictable), distances, floor, beyond, company)
+    if many:
+        # The best offset evicts only units of `latest`, if one of these offsets leaves enough room: any other offset
+        # evicts a unit whose next use is as soon or sooner. So a few of thousands of experts are looked at.
+        nearest = distance(latest.pop().unit)
+        search = _Search(nbytes, idle.regions(space.holes), idle.by_offset, idle.offsets, distance)
+        borders = itertools.chain(*space.holes, *((b.offset, b.offset + align_up(b.nbytes)) for b in latest))
+        place = max(_places(search, floor, beyond, company, borders), key=_BY_SCORE, default=None)
+        # With `nearest` too near, no other unit may be evicted.
+        if nearest <= beyond or (place is not None and all(place[0][:3]) and place[0][3] >= nearest):
+            return _eviction(place)
+    evictable = idle.by_unit()
+    distances = idle.order.distances([block.unit for block in evictable])
+    question = _Question(nbytes, space.holes, evictable, distances, floor, beyond, company)
     if space.scatter is None:
         return _best_place(question)
-    places = list(_places(question))
+    places = list(_all_places(question))
     best = max(((*score[:3], -len(going)) for score, _, going in places), default=None)
     fitting = [place for place in places if (*place[0][:3], -len(place[2])) == best]
-    return _eviction(question, space.scatter.choice(fitting)) if fitting else None
+    return _eviction(space.scatter.choice(fitting)) if fitting else None
 
 
 def largest_beside(unit: int, nbytes: int, ascending: Sequence[tuple[int, int]], room: int) -> int:
@@ -483,103 +668,109 @@ class _Question(NamedTuple):
     company: tuple[Company, ...]
 
 
+class _Search(NamedTuple):
+    """Memory in which an offset is sought."""
+
+    nbytes: int
+    regions: Sequence[Region]
+    """The regions that are free once all blocks were freed."""
+    by_offset: Sequence[UnitBlock]
+    """The blocks that may be evicted."""
+    offsets: Sequence[int]
+    """Of these blocks."""
+    distance: Callable[[int], int]
+
+
 _Score = tuple[bool, bool, bool, int, int]
-_Place = tuple[_Score, int, Sequence[int]]
-"""Score of an offset, the offset, and the positions in `evictable` of the blocks to evict."""
+_Place = tuple[_Score, int, Sequence[UnitBlock]]
+"""Score of an offset, the offset, and the blocks to evict."""
 
 
 # Each step asks the questions of the step before, several for each use of a unit. A cached answer takes some 2 µs, a
 # new one 25 µs or more. Most answers are None.
 @functools.lru_cache(maxsize=_ANSWERS)
 def _best_place(question: _Question) -> Eviction | None:
-    """Returns the offset with the best score, the lowest of equal ones; None if no offset is allowed.
-
-    With many evictable units, the offset may evict more bytes than another offset that is otherwise as good.
-    """
-    if len(question.evictable) > 2 * _LATEST:
-        # The best offset evicts only units of `latest`, if one of these offsets leaves enough room: any other offset
-        # evicts a unit whose next use is as soon or sooner. So a few of thousands of experts are looked at.
-        by_distance = sorted(zip(question.distances, question.evictable, strict=True), key=lambda pair: -pair[0])
-        latest = [block for _, block in by_distance[:_LATEST]]
-        place = max(_places(question, latest), key=_BY_SCORE, default=None)
-        if place is not None and all(place[0][:3]) and place[0][3] >= by_distance[_LATEST][0]:
-            return _eviction(question, place)
-    place = max(_places(question), key=_BY_SCORE, default=None)
-    return None if place is None else _eviction(question, place)
+    """Returns the offset with the best score, the lowest of equal ones; None if no offset is allowed."""
+    return _eviction(max(_all_places(question), key=_BY_SCORE, default=None))
 
 
-def _eviction(question: _Question, place: _Place) -> Eviction:
-    (safe, *_), offset, positions = place
-    return Eviction(offset, tuple([question.evictable[position].unit for position in sorted(positions)]), safe)
+def _eviction(place: _Place | None) -> Eviction | None:
+    if place is None:
+        return None
+    (safe, *_), offset, going = place
+    return Eviction(offset, tuple(sorted([block.unit for block in going])), safe)
 
 
-def _places(question: _Question, near: Sequence[UnitBlock] | None = None) -> Iterator[_Place]:
-    """Yields the allowed offsets among the candidates, in ascending order within a region.
-
-    If evictable blocks are given as `near`, the candidates are the borders of these blocks and of free memory.
-    """
+def _all_places(question: _Question) -> Iterator[_Place]:
+    """Yields the allowed offsets that touch any evictable block."""
     nbytes, holes, evictable, distances, floor, beyond, company = question
     if beyond >= 0:
         # Most prefetches find no room, which this test shows without a look at any offset.
         allowed = [block[1:] for block, distance in zip(evictable, distances, strict=True) if distance > beyond]
         if all(stop - start < nbytes for start, stop in free_regions(holes, allowed)):
             return
-    regions = free_regions(holes, [block[1:] for block in evictable])
+    by_offset = sorted(evictable, key=_BY_OFFSET)
+    firsts = [block.offset for block in by_offset]
+    lasts = [block.offset + align_up(block.nbytes) for block in by_offset]
+    distance = dict(zip([block.unit for block in evictable], distances, strict=True)).__getitem__
+    search = _Search(nbytes, free_regions(holes, [block[1:] for block in evictable]), by_offset, firsts, distance)
+    yield from _places(search, floor, beyond, company, (*firsts, *lasts))
+
+
+def _places(
+    search: _Search, floor: Floor, beyond: int, company: tuple[Company, ...], borders: Iterable[int]
+) -> Iterator[_Place]:
+    """Yields the allowed offsets that touch one of `borders`, or the border of a region, in ascending order."""
+    nbytes, regions, by_offset, offsets, distance = search
     # The longest other region: the second longest, if a region is the longest itself.
     longest, second, *_ = (*sorted((stop - start for start, stop in regions), reverse=True), 0, 0)
-    by_offset = sorted((block.offset, position) for position, block in enumerate(evictable))
+    # Best offsets touch the border of a region or of an evictable block; offsets between two borders only split the
+    # room.
+    touching = {*borders, *itertools.chain(*regions)}
+    candidates = sorted({*touching, *(border - nbytes for border in touching)})
     for start, stop in regions:
         if stop - start < nbytes:
             continue
         elsewhere = second if stop - start == longest else longest
-        inside = by_offset[bisect.bisect_left(by_offset, (start, -1)) : bisect.bisect_left(by_offset, (stop, -1))]
-        firsts, positions = [offset for offset, _ in inside], [position for _, position in inside]
-        lasts = [offset + align_up(evictable[position].nbytes) for offset, position in inside]
-        nexts = [distances[position] for position in positions]
-        ends = [0, *itertools.accumulate([evictable[position].nbytes for position in positions])]
-        # Best offsets touch the border of a region or of an evictable block; offsets between two borders only split
-        # the room.
-        borders = {start, stop, *firsts, *lasts}
-        if near is not None:
-            borders = {start, stop}.union(*holes, *((b.offset, b.offset + align_up(b.nbytes)) for b in near))
-        for offset in sorted({*borders, *(border - nbytes for border in borders)}):
+        inside = bisect.bisect_left(candidates, start), bisect.bisect_right(candidates, stop - nbytes)
+        for offset in candidates[slice(*inside)]:
             end = offset + nbytes
-            if offset < start or end > stop:
-                continue
             # `alone` tests whether the largest unit fits once nothing else is in use; `left` is about the present.
             alone = offset - floor.start >= floor.largest or floor.stop - end >= floor.largest
             if beyond >= 0 and not alone:
                 continue
             # Found by bisection: with hundreds of experts on the device, a test of each block is too slow.
-            first, last = bisect.bisect_right(lasts, offset), bisect.bisect_left(firsts, end)
-            nearest = min(nexts[first:last], default=NEVER + 1)
+            first = max(bisect.bisect_right(offsets, offset) - 1, 0)
+            if first < len(offsets) and offsets[first] + align_up(by_offset[first].nbytes) <= offset:
+                first += 1  # the block before ends where the unit would begin, or before
+            going = by_offset[first : bisect.bisect_left(offsets, end, first)]
+            nearest = min([distance(block.unit) for block in going], default=NEVER + 1)
             if nearest > beyond:
-                going = [evictable[position] for position in positions[first:last]] if company else []
                 safe = all(_has_room(one, going, offset, end, floor) for one in company)
                 if beyond >= 0 and not safe:
                     continue
                 # The size of the largest region that stays free: elsewhere, before or after the unit.
                 left = elsewhere >= floor.largest or offset - start >= floor.largest or stop - end >= floor.largest
-                score = (safe, alone, left, nearest, ends[first] - ends[max(first, last)])
-                yield score, offset, positions[first:last]
+                yield (safe, alone, left, nearest, -sum([block.nbytes for block in going])), offset, going
 
 
 def next_to_fetch(
-    access_order: AccessOrder, nbytes: Callable[[int], int], wanting: Callable[[int], bool], limits: Limits
+    access_order: AccessOrder, nbytes: Callable[[int], int], wanted: Iterable[int], limits: Limits
 ) -> int | None:
-    """Returns the nearest upcoming unit within `limits.ahead` that `wanting` accepts; None if there is none.
+    """Returns the first of `wanted`, if it is within `limits.ahead`; else None.
 
-    `wanting` accepts a unit that is not yet where the caller would move it.
+    `wanted` yields the units of the remaining uses that are not yet where the caller would move them, nearest first.
     """
-    if limits.ahead is None:
-        return access_order.nearest(wanting)
+    nearest = next(iter(wanted), None)
+    if limits.ahead is None or nearest is None:
+        return nearest
     total = 0
     for unit in access_order.upcoming():
         total += nbytes(unit)
         # One unit is always allowed, even if it alone exceeds the limit; a limit of 0 allows none.
         if total > limits.ahead and (total > nbytes(unit) or not limits.ahead):
             return None
-        if wanting(unit):
+        if unit == nearest:
             return unit
     return None
 

@@ -109,9 +109,8 @@ class Prefetcher:
         if not self._any_on_disk:
             return
         # Delivered first: the host buffer of a read that has ended may be evicted for the next read.
-        for entry in self._entries:
-            if entry.transfer is not None:
-                self._finish_if_done(entry)
+        for _, entry in sorted(self._table.reading.items()):
+            self._finish_if_done(entry)
         self._host_cache.read_ahead(self._limits, self._watch, wait)
 
     def next_with_room(self) -> int:
@@ -156,7 +155,7 @@ class Prefetcher:
                 self.read(wait=False)
             # Room on the device belongs to a unit that a thread has pinned and that is not there yet.
             if self._uploads_elsewhere and not any(
-                entry.pins and entry.residency is not Residency.DEVICE for entry in self._entries
+                entry.pins and entry.residency is not Residency.DEVICE for entry in self._table.held.values()
             ):
                 self._upload()
         finally:
@@ -192,7 +191,7 @@ class Prefetcher:
 
     def _upload(self) -> None:
         """Starts uploads and reads in place of the units that come next, as long as they are possible and have room."""
-        while (unit := self._next_upload()) is not None:
+        while self._table.failure is None and (unit := self._next_upload()) is not None:
             entry = self._entries[unit]
             self._finish_if_done(entry)
             in_host = self._is_in_host(entry)
@@ -214,11 +213,9 @@ class Prefetcher:
             cache.finish_read(entry)
 
     def _next_upload(self) -> int | None:
-        def is_missing(unit: int) -> bool:
-            entry = self._entries[unit]
-            return entry.residency is not Residency.DEVICE and not entry.reading_in_place
-
-        return next_to_fetch(self._table.access_order, self._nbytes, is_missing, self._limits)
+        return next_to_fetch(
+            self._table.access_order, self._nbytes, self._device_cache.missing.upcoming(), self._limits
+        )
 
     def _nbytes(self, unit: int) -> int:
         return self._entries[unit].size.nbytes
@@ -334,7 +331,7 @@ class Fetcher:
             take = functools.partial(self._host_cache.look_up, entry, rows, row_nbytes)
         # calling thread: it releases the lock. The unit keeps its buffers until the copy ends, and its newest slot
         # until the next step.
-        entry.copying += 1
+        self._device_cache.hold(entry, copying=1)
         try:
             with self._table.timeline.span(Row.WAITS, f"waits for read of rows of {entry.size.title}"):
                 return self._table.changed.without_lock(take)
@@ -342,7 +339,7 @@ class Fetcher:
             self._table.fail(error, entry)
             raise
         finally:
-            entry.copying -= 1
+            self._device_cache.hold(entry, copying=-1)
             if host_buffer is not None:
                 host_buffer.release()
             self._table.notify()

@@ -171,8 +171,17 @@ class UnitTable:
         self.version = 0
         self.entries = [UnitEntry(index, size, size.start) for index, size in enumerate(sizes)]
         self.on_device = {entry.index for entry in self.entries if entry.residency is Residency.DEVICE}
-        """Units whose residency is DEVICE. A search of this set is short where most units are elsewhere."""
+        """Units whose residency is DEVICE."""
         self.access_order = AccessOrder()
+        # Each use, release and read looks at some of these, and not at all units: a mixture has thousands.
+        self.on_disk = self.access_order.units()
+        """Units whose residency is DISK, and whose bytes there are the newest."""
+        self.held: dict[int, UnitEntry] = {}
+        """Units with a pin, or whose weights are being copied."""
+        self.reading: dict[int, UnitEntry] = {}
+        """Units with a read in flight, or one that has ended and is not delivered."""
+        for entry in self.entries:
+            self.on_disk.put(entry.index, entry.residency is Residency.DISK)
         self.timeline = timeline
         self._record_memory = record_memory
         self.failure: BaseException | None = None
@@ -188,7 +197,22 @@ class UnitTable:
             self.on_device.add(entry.index)
         else:
             self.on_device.discard(entry.index)
+        self.on_disk.put(entry.index, to is Residency.DISK and not entry.updating)
         self.notify()
+
+    def set_updating(self, entry: UnitEntry, updating: bool) -> None:
+        """Forbids or allows reads of a unit's weights."""
+        entry.updating = updating
+        self.on_disk.put(entry.index, entry.residency is Residency.DISK and not updating)
+
+    def hold(self, entry: UnitEntry, pins: int = 0, copying: int = 0) -> None:
+        """Adds to the pins of a unit, and to the copies of its weights in progress."""
+        entry.pins += pins
+        entry.copying += copying
+        if entry.pins or entry.copying:
+            self.held[entry.index] = entry
+        else:
+            self.held.pop(entry.index, None)
 
     def notify(self) -> None:
         """Wakes all threads that wait for a change."""
@@ -209,6 +233,11 @@ class UnitTable:
         distance = self.access_order.distance
         return max(entries, key=lambda entry: (distance(entry.index), -entry.index), default=None)
 
+    def begin_transfer(self, entry: UnitEntry, transfer: Transfer) -> None:
+        """Records a read that has been submitted."""
+        entry.transfer = transfer
+        self.reading[entry.index] = entry
+
     def end_transfer(self, entry: UnitEntry) -> Transfer | None:
         """Waits for the read of `entry` without the lock, and returns its transfer to the first waiting thread.
 
@@ -228,6 +257,7 @@ class UnitTable:
         if entry.transfer is not transfer:
             return None
         entry.transfer = None
+        del self.reading[entry.index]
         return transfer
 
     def fail(self, error: BaseException, entry: UnitEntry | None = None) -> None:

@@ -93,8 +93,8 @@ MUTANTS = (
     Mutant(
         "use a unit that is being read in place",
         "offload.swapper.caches",
-        "        if self._table.end_transfer(entry) is not None:\n            self._table.move(entry",
-        "        entry.transfer = None\n        self._table.move(entry",
+        "        if self._table.end_transfer(entry) is not None:\n            self._move(entry",
+        "        entry.transfer = None\n        self._move(entry",
         "tests/swapper/test_pager.py",
     ),
     Mutant(
@@ -114,8 +114,8 @@ MUTANTS = (
     Mutant(
         "upload ahead while a thread needs the room",
         "offload.swapper.prefetch",
-        "                entry.pins and entry.residency is not Residency.DEVICE for entry in self._entries\n",
-        "                False for entry in self._entries\n",
+        "                entry.pins and entry.residency is not Residency.DEVICE for",
+        "                False for",
         "tests/swapper/test_early_start.py",
     ),
     Mutant(
@@ -164,8 +164,8 @@ MUTANTS = (
     Mutant(
         "drop what is used next",
         "offload.swapper.policy",
-        "key=lambda block: (-distances[block.unit], block.unit)",
-        "key=lambda block: (distances[block.unit], block.unit)",
+        "            self._keys[unit] = key = -self._order.position(unit), unit\n",
+        "            self._keys[unit] = key = self._order.position(unit), unit\n",
         "tests/swapper/test_policy.py",
     ),
     Mutant(

@@ -25,10 +25,10 @@ from offload.swapper.memory.device import Device, Event
 from offload.swapper.memory.device_arena import DeviceArena
 from offload.swapper.memory.host_arena import HostArena, HostBudget
 from offload.swapper.pager import Pager
-from offload.swapper.policy import Limits, PassKind
+from offload.swapper.policy import Limits
 from offload.swapper.table import Residency, UnitSize, pieces_of
 from tests.support import models
-from tests.support.access_orders import access_order
+from tests.support.access_orders import record
 from tests.support.devices.late_device import LateDevice, Ticks, use_device
 from tests.support.drives.fault_injection import LateQueue, use_queue
 from tests.support.oracle import (
@@ -128,7 +128,7 @@ class Rig:
         host = HostArena(HostBudget(0, weights * PAGE, 0, 0), self.device)
         arena = DeviceArena(device * PAGE, self.device)
         self.pager = Pager(sizes, host, arena, self.device, self.store, Limits())
-        self.pager.table.access_order = access_order(order, PassKind.TRAIN)
+        record(self.pager.table.access_order, order)
 
     def update(self, unit: int, value: int) -> None:
         """Writes new weights, as the update worker does, and publishes them before they are written to the store."""

@@ -30,7 +30,7 @@ from offload.swapper.policy import NEVER, AccessOrder, Limits, PassKind
 from offload.swapper.store import NoStore
 from offload.swapper.table import ARROWS, Residency, UnitSize, pieces_of
 from tests.support import models
-from tests.support.access_orders import access_order
+from tests.support.access_orders import access_order, record
 from tests.support.drives.fault_injection import LateQueue, use_queue
 from tests.support.oracle import (
     Job,
@@ -125,7 +125,7 @@ def pager_of(
     if twin is not None:
         twin.pager = pager
     if trace:
-        pager.table.access_order = access_order(trace, PassKind.TRAIN)
+        record(pager.table.access_order, trace)
     return pager, store
 
 
@@ -345,10 +345,15 @@ def test_a_lookup_of_rows_is_no_use_of_its_units() -> None:
 def test_expected_experts_never_fail(order: list[int], steps: list[tuple[set[int], bool, list[int]]]) -> None:
     """Whatever is used, and whatever was expected, the order answers every question."""
     trace = access_order(order)
+    units = trace.units()
     for expected, at_once, uses in steps:
         trace.expect(sorted(expected), range(4, 8), at_once=at_once)
         for unit in uses:
+            units.put(unit, unit not in units)
             trace.use(unit)
+            present = [other for other in range(8) if other in units]
+            assert list(units.latest()) == sorted(present, key=lambda other: (-trace.distance(other), other))
+            assert list(units.upcoming()) == [other for other in trace.upcoming() if other in units]
             ahead = list(trace.upcoming())
             assert len(ahead) == len(set(ahead))
             for other in range(8):
@@ -438,7 +443,7 @@ def pager_of_place(
     sizes = [UnitSize(str(unit), nbytes, Tier.DISK, nbytes, pieces_of([range(nbytes)])) for unit in range(units)]
     host = HostArena(HostBudget(0, host_pages * PAGE, 0, 0), cpu)
     pager = Pager(sizes, host, DeviceArena(room * nbytes, cpu), cpu, store, limits or Limits())
-    pager.table.access_order = access_order(order, PassKind.TRAIN)
+    record(pager.table.access_order, order)
     return pager, store
 
 

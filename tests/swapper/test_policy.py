@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 from itertools import pairwise
@@ -19,13 +20,16 @@ from offload.layout.tiers import GradientDtypes, Partitions, PlacementRequest, T
 from offload.notices import Remark
 from offload.sizes import GIB, MIB, align_up
 from offload.states import State, Tier
+from offload.swapper import policy
 from offload.swapper.memory.allocator import Allocator
 from offload.swapper.memory.device import Device
 from offload.swapper.memory.device_arena import check_budget
 from offload.swapper.memory.host_arena import HostArena, HostBudget
 from offload.swapper.policy import (
     NEVER,
+    AccessOrder,
     Floor,
+    IdleBlocks,
     Limits,
     UnitBlock,
     find_room,
@@ -52,6 +56,14 @@ def _filled(pages: list[int], present: set[int], total: int = 40) -> tuple[Alloc
     return space, blocks
 
 
+def _latest(blocks: list[UnitBlock], trace: AccessOrder) -> list[UnitBlock]:
+    units = trace.units()
+    for block in blocks:
+        units.put(block.unit, True)
+    place = {block.unit: block for block in blocks}
+    return [place[unit] for unit in units.latest()]
+
+
 @given(st.sets(st.integers(0, 999), min_size=1, max_size=20), st.integers(1, 9000), st.integers(0, 5000))
 def test_a_lookup_reads_the_pages_of_its_rows_or_all(rows: set[int], row_nbytes: int, start: int) -> None:
     nbytes = start + 1000 * row_nbytes
@@ -73,8 +85,8 @@ def test_victims_make_room_and_no_more_than_that(
 ) -> None:
     trace = access_order(order)
     space, blocks = _filled(pages, present)
-    going = victims(space, wanted * PAGE, blocks, trace.distance, beyond)
     later = [block for block in blocks if trace.distance(block.unit) > beyond]
+    going = victims(space, wanted * PAGE, _latest(later, trace))
     if going is None:
         assert not space.could_take(wanted * PAGE, (block[1:] for block in later))
         return
@@ -92,7 +104,7 @@ def test_victims_make_room_and_no_more_than_that(
 def test_one_victim_of_equal_size_is_the_one_used_last(order: list[int], pages: list[int], present: set[int]) -> None:
     trace = access_order(order)
     space, blocks = _filled([4] * 10, present, total=4 * len(present))
-    (going,) = victims(space, 4 * PAGE, blocks, trace.distance)
+    (going,) = victims(space, 4 * PAGE, _latest(blocks, trace))
     assert trace.distance(going) == max(trace.distance(unit) for unit in present)
 
 
@@ -107,9 +119,12 @@ def test_two_units_that_have_room_together_can_be_in_use(uses: list[int], room: 
     held: list[int] = []
     for unit in uses:
         if unit not in at:
-            free = [UnitBlock(other, offset, pages[other] * PAGE) for other, offset in at.items() if other not in held]
+            free = IdleBlocks(trace)
+            for other, offset in at.items():
+                if other not in held:
+                    free.add(UnitBlock(other, offset, pages[other] * PAGE))
             floor = Floor(0, room * PAGE, largest_beside(unit, pages[unit] * PAGE, ascending, room * PAGE))
-            place = find_room(space, pages[unit] * PAGE, free, trace, floor)
+            place = find_room(space, pages[unit] * PAGE, free, floor)
             if place is None:
                 assert pages[unit] + sum(pages[other] for other in held) > room
                 held = []
@@ -121,11 +136,72 @@ def test_two_units_that_have_room_together_can_be_in_use(uses: list[int], room: 
         held = [unit]  # the next one comes while this one is in use
 
 
+def _arena_of_experts(count: int, uses: int, seed: int) -> tuple[Allocator, IdleBlocks, Floor]:
+    """Units 0 to 3 are large, the others are experts. Some units are in use, and some memory is free."""
+    chance = random.Random(seed)
+    pages = [chance.choice((5, 9)) if unit < 4 else 2 for unit in range(count)]
+    trace = access_order([chance.randrange(count) for _ in range(uses)])
+    space, idle = Allocator(sum(pages) * PAGE), IdleBlocks(trace)
+    blocks = [
+        UnitBlock(unit, space.take(pages[unit] * PAGE) or 0, pages[unit] * PAGE)
+        for unit in chance.sample(range(count), count)
+    ]
+    chance.shuffle(blocks)
+    for block in blocks[:6]:
+        space.give(*block[1:])
+    for block in blocks[12:]:
+        idle.add(block)
+    for unit in trace.order[: uses // 3]:
+        trace.use(unit)
+    return space, idle, Floor(0, space.nbytes, 9 * PAGE)
+
+
+@pytest.mark.parametrize("seed", range(40))
+def test_a_look_at_a_few_of_many_units_finds_the_best_place(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """An exhaustive search has no place with a better score, and evicts no unit whose next use is further away."""
+    space, idle, floor = _arena_of_experts(300, 900, seed)
+    for pages in (1, 2, 5, 9, 40):
+        for beyond in (-1, 0, 50, 300, 700, 899, NEVER):
+            place = find_room(space, pages * PAGE, idle, floor, beyond)
+            with monkeypatch.context() as patched:
+                patched.setattr(policy, "_LATEST", 1 << 30)
+                best = find_room(space, pages * PAGE, idle, floor, beyond)
+            assert (place is None) == (best is None)
+            if place is not None and best is not None:
+                distances = [[idle.order.distance(unit) for unit in one.victims] for one in (place, best)]
+                assert min(distances[0], default=NEVER + 1) == min(distances[1], default=NEVER + 1)
+                assert place.safe == best.safe and (pages != 2 or place == best), "experts have one size"
+
+
+def test_a_decision_looks_at_as_many_of_thousands_of_units_as_of_hundreds(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[int] = []
+
+    def counted(question: Callable[[AccessOrder, int], int]) -> Callable[[AccessOrder, int], int]:
+        return lambda order, unit: asked.append(unit) or question(order, unit)
+
+    def looks(count: int) -> int:
+        space, idle, floor = _arena_of_experts(count, 3 * count, seed=1)
+        missing = idle.order.units()
+        for unit in range(count):
+            missing.put(unit, True)
+        assert next(missing.upcoming()) is not None and idle.latest(1), "the units are sorted once a step"
+        asked.clear()
+        for beyond in (-1, 0, count):
+            assert find_room(space, 2 * PAGE, idle, floor, beyond) is not None
+        idle.order.use(idle.order.order[count])
+        return len(asked)
+
+    monkeypatch.setattr(AccessOrder, "position", counted(AccessOrder.position))
+    monkeypatch.setattr(AccessOrder, "distance", counted(AccessOrder.distance))
+    assert 0 < looks(4800) < 2 * looks(300)
+
+
 def test_the_nearest_that_is_not_there_comes_first() -> None:
     trace = access_order([0, 1, 2, 3])
 
     def brought(ahead: int | None, here: set[int]) -> int | None:
-        return next_to_fetch(trace, lambda unit: 2 * PAGE, lambda unit: unit not in here, Limits(ahead))
+        wanted = (unit for unit in trace.upcoming() if unit not in here)
+        return next_to_fetch(trace, lambda unit: 2 * PAGE, wanted, Limits(ahead))
 
     assert brought(None, {0, 1, 2}) == 3 and brought(None, {0, 1, 2, 3}) is None
     assert brought(4 * PAGE, {0}) == 1 and brought(4 * PAGE, {0, 1}) is None, "the limit is of bytes"

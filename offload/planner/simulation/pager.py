@@ -6,7 +6,7 @@ that may wait are coroutines (`Acting`); the others return at once.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -19,6 +19,7 @@ from offload.swapper.memory.allocator import Allocator
 from offload.swapper.policy import (
     AccessOrder,
     Floor,
+    IdleBlocks,
     Limits,
     UnitBlock,
     company_of,
@@ -101,9 +102,9 @@ class SimulatedPager:
         )
         # Units whose reads have begun and are not delivered, by index. After each event, actors check for ended reads.
         self._reading: dict[int, Entry] = {}
-        self._evictable: dict[int, UnitBlock] = {}
-        """Host buffers that may be freed: flushed, not in an update and not being read."""
-        self._idle: dict[int, UnitBlock] = {}
+        self._evictable = self.access_order.units()
+        """Units with host buffers that may be freed: flushed, not in an update and not being read."""
+        self._idle = IdleBlocks(self.access_order)
         """Device buffers of units that are not in use and may leave."""
         self._pinned: dict[int, Entry] = {}
         """Units in use, by index."""
@@ -112,9 +113,9 @@ class SimulatedPager:
         self._events: list[Event] = []
         """Since the last `take_events`."""
         self._looked_up: dict[int, None] = {}
-        self._to_read: set[int] = set()
+        self._to_read = self.access_order.units()
         """Units on DISK that may be read into a host buffer."""
-        self._to_upload: set[int] = set()
+        self._to_upload = self.access_order.units()
         """Units that are not on the device, and that no read from DISK to the device is bringing."""
         for entry in self.entries:
             self._note(entry)
@@ -126,7 +127,7 @@ class SimulatedPager:
         """Pins a unit, fetches the unit to the device, and prefetches others."""
         entry = self._pinned[unit] = self.entries[unit]
         entry.pins += 1
-        self._idle.pop(unit, None)
+        self._idle.remove(unit)
         # A nested use of a pinned unit does not count as a use, as in the real pager.
         if entry.pins == 1:
             self.access_order.use(unit)
@@ -248,7 +249,7 @@ class SimulatedPager:
 
     def _wait_for_buffer(self) -> Acting[None]:
         """Waits until a host buffer may be free: for a prefetch that can then be evicted, or for the update worker."""
-        reading = [entry for entry in self.entries if entry.residency is Residency.READING]
+        reading = [entry for entry in self._reading.values() if entry.residency is Residency.READING]
         # A unit in READING cannot be evicted. The prefetch for the latest use is the best victim once it has ended.
         if reading:
             yield from self._finish_latest(reading)
@@ -260,7 +261,7 @@ class SimulatedPager:
 
     def _wait_for_place(self, entry: Entry) -> Acting[None]:
         """Waits for a read in place to end, so that its unit can be dropped; raises `BudgetError` if there is none."""
-        reading = [entry for entry in self.entries if entry.reading_in_place]
+        reading = [entry for entry in self._reading.values() if entry.reading_in_place]
         if not reading:
             raise self._no_room(entry)
         yield from self._finish_latest(reading)
@@ -337,9 +338,8 @@ class SimulatedPager:
         """Allocates a device buffer, evicting idle units whose next use is later than `beyond`; None without room."""
         beside = largest_beside(entry.index, entry.size.nbytes, self._ascending, self.device.nbytes)
         floor = Floor(0, self.device.nbytes, beside)
-        idle = sorted(self._idle.values())
         company = company_of(entry.size.companions, self._offset)
-        place = find_room(self.device, entry.size.nbytes, idle, self.access_order, floor, beyond, company)
+        place = find_room(self.device, entry.size.nbytes, self._idle, floor, beyond, company)
         # From an unsafe place it would leave its companions no room, so a use first waits for reads in place.
         if place is None or (not place.safe and any(read.reading_in_place for read in self._reading.values())):
             return None
@@ -384,8 +384,8 @@ class SimulatedPager:
 
     def _prefetch_uploads(self) -> Acting[None]:
         """Starts copies to the device of the next units in the access order whose weights are in a host buffer."""
-        wanted = self._to_upload.__contains__
-        while (unit := next_to_fetch(self.access_order, self._nbytes, wanted, self._limits)) is not None:
+        order = self.access_order
+        while (unit := next_to_fetch(order, self._nbytes, self._to_upload.upcoming(), self._limits)) is not None:
             entry = self.entries[unit]
             if entry.read_ended():
                 yield from self.finish_read(entry)
@@ -403,12 +403,8 @@ class SimulatedPager:
 
     def _prefetch_reads(self, wait: bool = True) -> Acting[None]:
         yield from self._finish_ended_reads()
-        wanted = self._to_read.__contains__
-        # Most of the time there is nothing to read, so the access order is not computed.
-        while (
-            self._to_read
-            and (unit := next_to_fetch(self.access_order, self._shard_nbytes, wanted, self._limits)) is not None
-        ):
+        order = self.access_order
+        while (unit := next_to_fetch(order, self._shard_nbytes, self._to_read.upcoming(), self._limits)) is not None:
             nbytes, beyond = self._shard_nbytes(unit), self.access_order.distance(unit)
             host_buffer = yield from self.machine.counted("room", self.take_host_buffer(unit, nbytes, beyond, wait))
             if host_buffer is None:
@@ -446,14 +442,7 @@ class SimulatedPager:
         Without `wait`, units whose copy to the device is under way are not evicted.
         """
         while not self.host.could_take(nbytes, ()):
-            distances = dict(zip(self._evictable, self.access_order.distances(self._evictable), strict=True))
-            for entry in self._pinned.values():
-                if entry.residency is not Residency.DEVICE:  # on its way to the device
-                    distances[entry.index] = 0
-            if beyond >= 0 and max(distances.values(), default=-1) <= beyond:
-                return None
-            evictable = list(self._evictable.values())
-            chosen = victims(self.host, nbytes, evictable, distances.__getitem__, beyond)
+            chosen = victims(self.host, nbytes, self._may_go(beyond))
             if chosen is None:
                 return None
             going = [self.entries[victim] for victim in chosen]
@@ -477,24 +466,36 @@ class SimulatedPager:
         assert offset is not None
         return UnitBlock(unit, offset, nbytes)
 
+    def _may_go(self, beyond: int) -> Iterator[UnitBlock]:
+        """Yields the host buffers whose next use is more than `beyond` uses away, the furthest next use first."""
+        last: list[UnitBlock] = []
+        for unit in self._evictable.latest():
+            block, distance = self.entries[unit].host_buffer, self.access_order.distance(unit)
+            assert block is not None
+            if not distance or (unit in self._pinned and self._pinned[unit].residency is not Residency.DEVICE):
+                last.append(block)  # on its way to the device
+            elif distance > beyond:
+                yield block
+            else:
+                return
+        if beyond < 0:
+            yield from sorted(last)
+
     def _note(self, entry: Entry) -> None:
         """Adds a unit whose state has changed to the candidates of reads, uploads and evictions, or removes it."""
         # A unit on DISK has a host buffer only during an update.
         reads = entry.residency is Residency.DISK and not entry.updating and not self.streams(entry.index)
         uploads = entry.residency is not Residency.DEVICE and not entry.reading_in_place
-        for units, belongs in ((self._to_read, reads), (self._to_upload, uploads)):
-            (units.add if belongs else units.discard)(entry.index)
+        self._to_read.put(entry.index, reads)
+        self._to_upload.put(entry.index, uploads)
         settled = entry.residency in (Residency.HOST, Residency.DEVICE)
         # A buffer with unwritten weights is the only copy of them.
-        if entry.host_buffer is not None and settled and not entry.unwritten and not entry.in_update:
-            self._evictable[entry.index] = entry.host_buffer
-        else:
-            self._evictable.pop(entry.index, None)
+        evictable = entry.host_buffer is not None and settled and not entry.unwritten and not entry.in_update
+        self._evictable.put(entry.index, evictable)
+        self._idle.remove(entry.index)
         on_device = entry.residency is Residency.DEVICE and not entry.size.device_resident and not entry.pins
         if on_device and entry.device_buffer is not None:
-            self._idle[entry.index] = entry.device_buffer
-        else:
-            self._idle.pop(entry.index, None)
+            self._idle.add(entry.device_buffer)
 
     def move(self, entry: Entry, to: Residency) -> None:
         """Changes a unit's residency; asserts that the real pager allows the change."""
