@@ -39,6 +39,7 @@ from offload.metrics.meter import NO_SPANS, StepMeter
 from offload.passes.layer_major import LayerMajor
 from offload.sizes import align_up
 from offload.states import State, Tier
+from offload.swapper.table import Residency
 from offload.timeline import OFF
 
 if TYPE_CHECKING:
@@ -59,7 +60,7 @@ if TYPE_CHECKING:
     from offload.swapper.pager import Pager
     from offload.swapper.policy import Limits
     from offload.swapper.store import Store
-    from offload.swapper.table import Residency, UnitSize
+    from offload.swapper.table import UnitSize
 
 __all__ = [
     "POINTS",
@@ -286,11 +287,14 @@ class Inspection:
                 if entry.transfer is not None and entry.transfer.host_buffer is not None:
                     host.append(entry.transfer.host_buffer)
                 # Host memory that the device uses where it is has no bytes in the device's arena.
-                if entry.device_buffer is not None and entry.device_buffer.offset >= 0:
-                    device.append(entry.device_buffer)
+                if entry.device_buffer is not None:
+                    device.append(entry.device_buffer.nbytes if entry.device_buffer.offset >= 0 else 0)
+                elif entry.residency is Residency.UPLOADING:
+                    # any thread: an upload copies without the lock, and its thread has the buffer until then.
+                    device.append(entry.size.nbytes)
             return {
                 "host": pager.host.weights.space.used_bytes - sum(align_up(buffer.nbytes) for buffer in host),
-                "device": pager.arena.used_bytes - sum(buffer.nbytes for buffer in device),
+                "device": pager.arena.used_bytes - sum(device),
             }
 
     @property

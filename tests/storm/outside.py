@@ -218,6 +218,10 @@ class Command:
                 raise Wrong(f"{self._name()}: the page of errors lacks the message: {message[:600]}")
         return done
 
+    def has_begun(self) -> bool:
+        """Returns True if anything is on stderr: Python and the first modules are there."""
+        return os.fstat(self._err.fileno()).st_size > 0
+
     def _name(self) -> str:
         return f"`offload {' '.join(self.words[1:])}`"
 
@@ -355,7 +359,7 @@ class Story:
         return code == 0
 
     def _limit(self, command: Command) -> bool:
-        if not self.losses("run"):  # Python itself may not have begun
+        if not command.has_begun():  # Python itself would end with a traceback, even where an earlier life has logged
             return self._signal(command)
         more = self.chance.choice([0, 1 << 20, 1 << 26])
         with contextlib.suppress(OSError, ProcessLookupError):
