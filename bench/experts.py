@@ -106,7 +106,9 @@ def _thread_seconds(model: Any, backward: Callable[[torch.Tensor], Any], end: Ca
     return seconds
 
 
-def _drive(tokens: int, rounds: int, steps: int, hidden: int, ways: Sequence[str], folder: Path) -> dict[str, Any]:
+def _drive(
+    tokens: int, rounds: int, steps: int, hidden: int, ways: Sequence[str], host_memory: str | None, folder: Path
+) -> dict[str, Any]:
     sizes: dict[str, Any] = {
         "hidden_size": hidden,
         "moe_intermediate_size": hidden // 2,
@@ -122,7 +124,8 @@ def _drive(tokens: int, rounds: int, steps: int, hidden: int, ways: Sequence[str
     plain_optimizer = torch.optim.AdamW(plain.parameters(), lr=1e-4)
     engines = {}
     for experts in ways:
-        settings = _settings(folder, "nvme", len(batch), experts)
+        more = {} if host_memory is None else {"host_memory": host_memory}
+        settings = _settings(folder, "nvme", len(batch), experts, **more)
         engines[experts] = offload.initialize(model=mixture(**sizes), config=settings)[0]
 
     def step_of_plain() -> None:
@@ -184,6 +187,7 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--tokens", type=int, default=2048, help="of a step of the drive part")
     parser.add_argument("--experts", nargs="+", default=["grouped", "each"], help="of the drive part")
     parser.add_argument("--steps", type=int, default=2, help="of a turn of the drive part")
+    parser.add_argument("--host-memory", help="host budget of the drive part; default: the engine's own")
     parser.add_argument("--rounds", type=int, default=3)
     options = parser.parse_args(arguments)
     with tempfile.TemporaryDirectory(dir=options.folder) as temporary:
@@ -191,7 +195,15 @@ def main(arguments: list[str] | None = None) -> None:
         if options.part == "host":
             report("experts_host", {"layers": options.layers, **_host(options.layers, options.rounds, folder)})
         else:
-            figures = _drive(options.tokens, options.rounds, options.steps, options.hidden, options.experts, folder)
+            figures = _drive(
+                options.tokens,
+                options.rounds,
+                options.steps,
+                options.hidden,
+                options.experts,
+                options.host_memory,
+                folder,
+            )
             report("experts_drive", {"tokens": options.tokens, "hidden": options.hidden, **figures})
 
 
