@@ -581,16 +581,19 @@ def host_needs(
 ) -> tuple[HostBudget, HostBudget]:
     """Returns the bytes of each class of host buffers under `tiers`: the least that work, and the most that help."""
     small, large = pipeline(parts, mode, request, tiers)
-    largest = max((n for _, n in _disk_weights(parts, tiers)), default=0)
+    weights = dict(_disk_weights(parts, tiers))
+    largest = max(weights.values(), default=0)
+    # Two buffers of weights: one is uploaded while the next is read. Groups of experts are small beside what a layer
+    # computes before them: with two buffers, updates that run under a forward would wait for it in each layer.
+    buffers = max(2 * largest, *(sum(weights.get(unit, 0) for unit in units) for units in parts.groups), 0)
     # Pieces of a gradient are whole chunks, unless a buffer has room for all of it.
     whole = 0 if machine.host_addressable else align_up(2 * parts.largest_gradient)
     few, many = (STAGING_BUFFERS * min(chunks * CHUNK * 4, whole) for chunks in (1, STAGED_CHUNKS))
     gradients = WINDOWS * align_up(window_nbytes(parts, tiers))
     resident = tier_nbytes(parts, tiers, Tier.HOST)
-    # Two buffers of weights: one is uploaded while the next is read.
     return (
         HostBudget(small, 2 * align_up(min(largest, _STREAM_NBYTES)), gradients, resident, few),
-        HostBudget(large, 2 * align_up(largest), gradients, resident, many),
+        HostBudget(large, buffers, gradients, resident, many),
     )
 
 

@@ -333,6 +333,8 @@ class Partitions:
     """True for each unit whose weights stay in fp32."""
     together: tuple[Together, ...] = ()
     """Units that are on the device at the same time; see `units_together`."""
+    groups: tuple[tuple[int, ...], ...] = ()
+    """For each module whose groups of experts are units, these units."""
     host_addressable: bool = False
     """True if the device works in host memory, so that weights in HOST are used where they are."""
 
@@ -513,6 +515,7 @@ def partitions(
         else (),
         in_fp32=tuple(layout.in_fp32 for layout in layouts),
         together=units_together(layouts),
+        groups=_groups_of_experts(layouts),
         host_addressable=host_addressable,
     )
 
@@ -538,6 +541,16 @@ def units_together(layouts: Sequence[UnitLayout]) -> tuple[Together, ...]:
         elif around and module not in enclosing:
             sets.setdefault(tuple(sorted(around)), []).append(units[0])
     return tuple(Together(units, tuple(others)) for units, others in sets.items())
+
+
+def _groups_of_experts(layouts: Sequence[UnitLayout]) -> tuple[tuple[int, ...], ...]:
+    groups: dict[str, list[int]] = {}
+    for unit, layout in enumerate(layouts):
+        owner = layout.module.rpartition("[")[0]
+        # A piece of a table has the name of its parameter, a group of experts that of its module.
+        if any(segment.rows is not None and segment.stack != owner for segment in layout.segments):
+            groups.setdefault(owner, []).append(unit)
+    return tuple(map(tuple, groups.values()))
 
 
 def _modules_of(layout: UnitLayout) -> Iterator[tuple[str, list[str]]]:
