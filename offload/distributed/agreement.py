@@ -12,7 +12,9 @@ the thread that runs the model or its backward sends. Background threads take pa
 
 [Note: series] Where all ranks announce the same series, of gathers (see `swapper.pager`) or of reductions,
 each carries it out without a further round. A rank that wants anything else first takes part in all that is left, with
-its shards and with zeros for gradients, and asks then. One series is under way at a time, since a round begins each.
+its shards and with zeros for gradients, and asks then. A sum of micro-batches whose turn in the series has not come
+waits for the end of the backward instead (`ReduceScatterAccumulator`). One series is under way at a time, since a round
+begins each.
 """
 
 from __future__ import annotations
@@ -404,6 +406,11 @@ class Rounds(Agreement):
             if series and all(intent.same(intents[0]) and intent.series == series for intent in intents):
                 self._reductions.extend(expected[1:])
             self._serve(Collective.REDUCE, unit, intents)
+
+    def reduces_another_next(self, unit: int) -> bool:
+        """Returns True if a series of reductions is under way, and `unit` is not the next one in it."""
+        with self.lock:
+            return bool(self._reductions) and self._reductions[0] != unit
 
     def _reduce_next(self) -> None:
         """Reduces the next unit of the series. A rank without gradients of the unit contributes zeros."""

@@ -441,11 +441,17 @@ class ReduceScatterAccumulator(GradientAccumulator):
             self._room[unit].append(unit_sum.memory.view(torch.uint8))
 
     def _reduce(self) -> None:
-        """Reduces the unit under way, and starts the copies of small results that were set aside."""
+        """Reduces the unit under way, or leaves its sum for later; starts the copies of small results set aside."""
         in_turn = not self._adds_up and self._schedule.interleaves
-        # The unit has its gradients. While it waits for the other ranks, its room is for a unit that these gather.
-        self._callbacks.leave_weights()
-        self._rounds.reduce(self._unit, self._order.expected(self._unit, in_turn))
+        expected = self._order.expected(self._unit, in_turn)
+        if self._adds_up and self._rounds.reduces_another_next(self._unit):
+            # To leave the series here would send the units left in it without their last micro-batch, which rounds
+            # otherwise. So this sum waits in its own memory for the end of the backward, when all sums are complete.
+            self._unit, self._filled = -1, set()
+        else:
+            # The unit has its gradients. While it waits for the other ranks, its room is for a unit that these gather.
+            self._callbacks.leave_weights()
+            self._rounds.reduce(self._unit, expected)
         super()._flush()
         aside, self._aside = self._aside, []
         for unit, segment, gradient, computed in aside:

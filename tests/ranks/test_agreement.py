@@ -39,7 +39,15 @@ from offload.errors import BudgetError, ConfigError, EngineFailed, RankError, Us
 from offload.swapper.pager import UnitState
 from tests.support import rounding_bounds
 from tests.support.drives.fault_injection import LateQueue, use_queue
-from tests.support.oracle import Job, Result, assert_same, assert_same_tensors, config, weights_of
+from tests.support.oracle import (
+    Job,
+    Result,
+    accumulated_step,
+    assert_same,
+    assert_same_tensors,
+    config,
+    weights_of,
+)
 from tests.support.param_states import gpt2
 from tests.support.ranks.rank_jobs import JOBS, rows_loss
 from tests.support.ranks.rank_pool import RankPool, rank_and_size, start, train
@@ -433,7 +441,10 @@ def train_alone(job: Job, size: int = 2) -> Result:
 @pytest.mark.works("Several ranks", "a step in which a rank leaves the path of the steps before", "right")
 @pytest.mark.numeric
 def test_a_rank_may_leave_the_path_in_any_step(job: Job, ranks: RankPool, tmp_path: Path) -> None:
-    """Its gradients are reduced behind the series, in which it sends none, and none counts twice."""
+    """Its gradients are reduced behind the series, in which it sends none, and none counts twice.
+
+    In stage 1 the series waits for its sums.
+    """
     expected = train_alone(job)
     (sent, one), (_, other) = ranks.run(sent_by_step, job, tmp_path)
     assert_same_tensors(one.weights, other.weights)
@@ -444,8 +455,34 @@ def test_a_rank_may_leave_the_path_in_any_step(job: Job, ranks: RankPool, tmp_pa
         rounds = [step.agreement.collectives for step in sent]
         reductions = [step.gradients.collectives for step in sent]
         gathers = job.shard_size != 1  # whole weights are not gathered
-        assert rounds[2] == 1 + gathers + backwards and rounds[3] > rounds[2], "the third step follows its series"
-        assert reductions[3] > reductions[2], "the fourth leaves one of them"
+        assert rounds[2] == 1 + gathers + backwards, "the third step follows its series"
+        if job.stage == 3:
+            assert rounds[3] > rounds[2] and reductions[3] > reductions[2], "the fourth leaves one of them"
+        else:  # sums of a step wait for the end of the backward
+            assert (rounds[3], reductions[3]) == (rounds[2], reductions[2])
+
+
+def in_lives(job: Job, lives: tuple[int, ...], folder: Path) -> Result:
+    """Trains up to each number of steps of `lives`, by an engine that resumes what the one before has committed."""
+    losses, norms, weights = [], [], {}
+    for steps in lives:
+        engine = start(job, DISK, folder, device_memory=ROOM, resume="auto", durability="step")
+        while engine.global_steps < steps:
+            losses.append(accumulated_step(engine, job, engine.global_steps))
+            norms.append(engine.get_global_grad_norm() or 0.0)
+        weights = weights_of(engine)
+        engine.destroy(remove=steps == lives[-1])
+    return Result(losses, norms, weights)
+
+
+@pytest.mark.sample(1)
+@pytest.mark.parametrize("shard_size", [-1, 1])
+def test_a_rank_that_leaves_the_path_sends_whole_sums(shard_size: int, ranks: RankPool, tmp_path: Path) -> None:
+    """The first backward of a life follows no series, so a life that begins with the branch has its sums at once."""
+    job = TWICE._replace(stage=1, steps=4, shard_size=shard_size)
+    one = ranks.run(in_lives, job, (4,), tmp_path / "one")
+    for unbroken, resumed in zip(one, ranks.run(in_lives, job, (3, 4), tmp_path / "two"), strict=True):
+        assert_same(unbroken, resumed)
 
 
 # -- random paths -------------------------------------------------------------------------------------
