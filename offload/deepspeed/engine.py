@@ -185,12 +185,15 @@ class DeepSpeedEngine(Engine):
         return self.zero_optimization_stage() > 0
 
     def zero_optimization_partition_gradients(self) -> bool:
+        """Returns True from stage 2 on."""
         return self.zero_optimization_stage() >= 2
 
     def zero_optimization_partition_weights(self) -> bool:
+        """Returns True in stage 3."""
         return self.zero_optimization_stage() >= 3
 
     def optimizer_name(self) -> str:
+        """Returns the name of the first group's optimizer."""
         return self.get_type()[0]
 
     def dynamic_loss_scale(self) -> bool:
