@@ -797,8 +797,8 @@ def notices(source: Source, plan: ExportPlan, beyond: int, adapter: Mapping[str,
         )
     if adapter is not None:
         lines.append(
-            f"the files are an adapter of peft; its base model, {adapter['base_model_name_or_path']}, has the "
-            f"{count_of(absent, 'frozen weight')}"
+            f"the files are an adapter of peft; its base model is {adapter['base_model_name_or_path']}, whose "
+            f"{count_of(absent, 'frozen weight')} this export has not read"
         )
         return tuple(lines)
     if source.about.get("config") is None:

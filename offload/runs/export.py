@@ -105,6 +105,10 @@ def plan_export(source: Source, dtype: str | None, shard_nbytes: int) -> tuple[E
     if adapter is None:
         return make_plan(source, dtype, shard_nbytes, saved=described_names(source.about)), None
     config, names = adapter
+    recorded = source.files[0] if isinstance(source, StoreSource) else None
+    if recorded and Path(config["base_model_name_or_path"]).is_absolute():
+        # A resume records where the model's files are now; the config is that of the first start.
+        config = {**config, "base_model_name_or_path": str(Path(recorded["files"][0]["path"]).parent)}
     return make_plan(source, dtype, shard_nbytes, frozen=False, name=ADAPTER_WEIGHTS, saved=names), config
 
 

@@ -115,7 +115,10 @@ class Report(NamedTuple):
         elif any(damage.frozen for damage in damages):
             rows.append("frozen weights may be in the model's folder: give it by --model FOLDER")
         if any(rank.wrong_model for rank in self.ranks):
-            rows.append("put the files of the model back as they were when the run began: they have no second copy")
+            rows.append(
+                "no command mends the model's own files: put them back as they were when the run began, or resume with "
+                "an intact copy of them in another folder"
+            )
         elif self.resumes is not None and "@" in self.path.name:
             rows.append(f"the states of step {self.resumes} are intact, and can be forked or exported")
         elif self.resumes is not None:
@@ -144,7 +147,7 @@ class Report(NamedTuple):
             if len(rank.damages) > most:
                 rows.append(f"rank {rank.rank}: and {len(rank.damages) - most} more")
             if rank.step is None:
-                rows.append(f"rank {rank.rank}: no commit is complete; the run cannot be resumed: load a checkpoint")
+                rows.append(f"rank {rank.rank}: no commit is complete, and a resume finds nothing")
             else:
                 # A rank with a damaged file is not intact, although its states are.
                 state = ("states intact" if rank.wrong else "intact") if rank.compared else "could not be read"

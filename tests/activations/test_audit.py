@@ -220,6 +220,23 @@ def test_a_model_with_frozen_and_unused_layers_and_a_counting_buffer(audited: li
     assert 0 < len(audited) <= MIXTURE.steps
 
 
+class FrozenMiddle(Stack):
+    """A stack with a block that does not train, above one that does."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks[1].requires_grad_(False)
+
+
+def test_of_a_frozen_block_above_trainable_ones_the_output_is_compared(audited: list[int], tmp_path: Path) -> None:
+    job = STACK._replace(model=FrozenMiddle)
+    drawn = [choose(job.seed, step, 3, job.accumulation) for step in range(1, job.steps + 1)]
+    frozen = [choice.block == 1 for choice in drawn if choice is not None]
+    plain = run(job, DISK, tmp_path / "plain", accumulated_step)
+    assert_same(plain, run(job, DISK, tmp_path / "audited", accumulated_step, audit="random"))
+    assert [compared == 1 for compared in audited] == frozen and 0 < sum(frozen) < len(drawn)
+
+
 class Wide(nn.Module):
     """Blocks whose updates take several tiles."""
 

@@ -447,7 +447,7 @@ def test_an_export_of_adapters_is_loaded_by_peft(folder: Path, tmp_path: Path) -
     done = CliRunner().invoke(app, ["export", str(tmp_path / "swap" / "default"), str(tmp_path / "exported")])
     assert done.exit_code == 0, done.output
     words = " ".join(done.output.split())
-    assert f"an adapter of peft; its base model, {folder}, has the" in words and "from_pretrained" not in words
+    assert f"an adapter of peft; its base model is {folder}, whose" in words and "from_pretrained" not in words
     direct, exported = (
         safetensors.torch.load_file(tmp_path / each / "adapter_model.safetensors") for each in ("direct", "exported")
     )

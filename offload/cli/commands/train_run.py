@@ -586,8 +586,8 @@ class Training:
             print(f"error: {error}", file=sys.stderr)
         if job.folder and damaged:
             print(
-                f"stopped; bytes are damaged or cannot be read: `{shell_command('verify', '--repair', job.folder)}` "
-                "mends what another place has, and says from which step the same command with --resume auto goes on",
+                f"stopped; bytes are damaged or cannot be read: `{shell_command('verify', job.folder)}` names them, "
+                "the next command, and the step from which the same command with --resume auto goes on",
                 file=sys.stderr,
             )
         elif job.folder:
