@@ -1,12 +1,10 @@
-"""Helpers that all commands share: exit codes, one-line errors, progress, tables, and counts such as 250M."""
+"""Helpers that all commands share: exit codes, one-line errors, progress, and tables."""
 
 from __future__ import annotations
 
 import atexit
 import gc
 import logging
-import math
-import re
 import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
@@ -152,23 +150,3 @@ def without_collector() -> Iterator[None]:
     finally:
         if before:
             gc.enable()
-
-
-_COUNT = re.compile(r"([0-9]+(?:\.[0-9]+)?(?:e\+?[0-9]{1,2})?)(?:([kmgbt])(i?))?", re.IGNORECASE)
-
-
-def parse_count(text: str) -> int:
-    """Returns the count that `text` names.
-
-    Examples are "250M", "64Mi" for 64 * 2**20, "1.5B" for 1.5 billion, and "2T" for 2 * 10**12.
-
-    Raises:
-        ConfigError: `text` is not such a count, is less than 1, or is beyond the largest float.
-    """
-    match = _COUNT.fullmatch(text.strip())
-    # "b" for billion counts as "g", so that the position in the string is the power of 1000.
-    power = 0 if match is None else " kmgt".index((match[2] or " ").lower().replace("b", "g"))
-    amount = 0.0 if match is None else float(match[1]) * (1024 if match[3] else 1000) ** power
-    if not 1 <= amount < math.inf:
-        raise ConfigError(f"expected a number such as 250M, 64Mi, 1.5B or 2T, got {text!r}")
-    return int(amount)

@@ -1,14 +1,15 @@
-"""Declarations of command options. The help lists the options in groups, and leaves their aliases out."""
+"""Commands from records of options. The help lists the options in groups, and leaves their aliases out."""
 
 from __future__ import annotations
 
+import dataclasses
 import difflib
 import functools
 import inspect
 import re
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, get_args, get_origin, get_type_hints
 
 import typer
 from typer.core import TyperCommand
@@ -19,38 +20,7 @@ UNDERSCORES = {"token_normalize_func": lambda name: name.replace("_", "-")}
 """Context settings of a command whose options may contain underscores, as Hugging Face's arguments do."""
 
 
-def option(help: str, *aliases: str, default: Any = None, name: str = "", group: str | None = None, **more: Any) -> Any:
-    """Declares an option of a class for `takes_options`.
-
-    Args:
-        help: what the option is for.
-        aliases: further names, such as those of Hugging Face's arguments.
-        default: the value of an option that is not given; a switch is then off. `...` for one that must be given.
-        name: the name; by default that of the field.
-        group: the group of the help; by default that of the option before.
-        more: further arguments of `typer.Option`.
-    """
-    return typer.Option(default, name, *aliases, help=help, rich_help_panel=group, **more)
-
-
-def dtypes(*names: str) -> Any:
-    """Returns arguments of `option` for dtypes, one of `names`; torch's spellings, such as float16, are taken too.
-
-    Without names the command itself checks the value.
-    """
-
-    def parse(text: str) -> str:
-        from offload.config.blocks import short_dtype  # loads pydantic
-
-        name: str = short_dtype(text)
-        if names and name not in names:
-            raise typer.BadParameter(f"{text!r} is not one of {', '.join(names)}")
-        return name
-
-    return {"parser": parse, "metavar": "|".join(names) or "DTYPE"}
-
-
-def read_recipe(context: typer.Context, path: Path | None) -> Path | None:
+def read_recipe(context: typer.Context, path: Path | None) -> None:
     """Makes the values of a YAML file the defaults of a command's options; a callback of its option `--recipe`.
 
     Keys are names of options, aliases among them. A list stands for an option that repeats.
@@ -59,7 +29,7 @@ def read_recipe(context: typer.Context, path: Path | None) -> Path | None:
         typer.BadParameter: The file cannot be read, or contains something else than values of options.
     """
     if path is None:
-        return None
+        return
     try:
         import yaml
     except ModuleNotFoundError as error:
@@ -100,7 +70,6 @@ def read_recipe(context: typer.Context, path: Path | None) -> Path | None:
         value = listed if multiple(parameter) else listed[0]
         defaults[str(parameter.name)] = functools.partial(_unless_other, context, str(parameter.name), value)
     context.default_map = {**(context.default_map or {}), **defaults}
-    return path
 
 
 _OTHER = {"steps": "epochs", "epochs": "steps", "data": "text", "text": "data"}
@@ -118,33 +87,52 @@ def multiple(parameter: Any) -> bool:
     return bool(getattr(parameter, "multiple", False))
 
 
-T = TypeVar("T")
+def takes_options(kind: type[Any], **callbacks: Any) -> Callable[[Callable[..., None]], Callable[..., None]]:
+    """Returns a decorator that turns a function of a record, and perhaps of further options, into a typer command.
 
-
-def takes_options(kind: type[T]) -> Callable[[Callable[[T], None]], Callable[..., None]]:
-    """Returns a decorator that turns a function of one options object into a typer command.
-
-    typer reads a command's options from the function's signature. The decorated function has the fields of `kind` as
-    its signature, so that name, type, default and help of each option are declared once. The defaults of the fields of
-    `kind`, a dataclass, are those that `option`, `typer.Option` or `typer.Argument` returns.
+    typer reads a command's options from the function's signature. The signature of the decorated function has the
+    fields of `kind`, a dataclass, that `option` and `argument` declare, those of its bases last. The function's further
+    parameters follow. `callbacks` are typer's, for some of these fields.
     """
-    signature = inspect.signature(kind, eval_str=True)
-    for field, parameter in signature.parameters.items():
-        declared = parameter.default
-        if (getattr(declared, "param_decls", None) or ("--",))[0] == "":
-            declared.param_decls = (f"--{field.replace('_', '-')}", *declared.param_decls[1:])
-            if parameter.annotation is bool and declared.default is None:
-                declared.default = False
+    hints, own = get_type_hints(kind), inspect.get_annotations(kind)
+    fields = [
+        _parameter(field, hints[field.name], callbacks.get(field.name))
+        for field in sorted(dataclasses.fields(kind), key=lambda field: field.name not in own)
+        if field.metadata
+    ]
+    repeated = {field.name for field in fields if get_origin(hints[field.name]) is tuple}
 
-    def decorate(command: Callable[[T], None]) -> Callable[..., None]:
+    def decorate(command: Callable[..., None]) -> Callable[..., None]:
+        _, *others = inspect.signature(command, eval_str=True).parameters.values()
+
         @functools.wraps(command)
         def typed(**options: Any) -> None:
-            command(kind(**options))
+            values = {field.name: options.pop(field.name) for field in fields}
+            # typer has None for a repeated option that was not typed.
+            values |= {name: tuple(values[name] or ()) for name in repeated}
+            command(kind(**values), **options)
 
-        typed.__signature__ = signature  # type: ignore[attr-defined]  # `inspect.signature` reads this attribute
+        signature = [*fields, *(other.replace(kind=inspect.Parameter.KEYWORD_ONLY) for other in others)]
+        typed.__signature__ = inspect.Signature(signature)  # type: ignore[attr-defined]  # `inspect.signature` reads it
         return typed
 
     return decorate
+
+
+def _parameter(field: dataclasses.Field[Any], hint: Any, callback: Any) -> inspect.Parameter:
+    """Returns the parameter of a command for the field of a record."""
+    declared = {**field.metadata, "callback": callback}
+    default = ... if field.default is dataclasses.MISSING else field.default
+    if get_origin(hint) is tuple:
+        hint, default = list[get_args(hint)[0]], default or None  # type: ignore[misc]
+    if "parser" in declared:
+        hint = str
+    if "names" not in declared:
+        value = typer.Argument(default, **declared)
+    else:
+        name, *aliases = declared.pop("names")
+        value = typer.Option(default, name or f"--{field.name.replace('_', '-')}", *aliases, **declared)
+    return inspect.Parameter(field.name, inspect.Parameter.KEYWORD_ONLY, default=value, annotation=hint)
 
 
 _BOUND = {" ": "\N{NO-BREAK SPACE}", "-": "\N{NON-BREAKING HYPHEN}"}

@@ -10,14 +10,15 @@ import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any, Literal
 
-from offload.config import Config, resolve_batch
-from offload.config.blocks import spelled_number
-from offload.config.load import Batch
 from offload.errors import ConfigError
+from offload.options import dtypes, option, switch
 from offload.sizes import format_size
-from offload.swapper.memory.limits import free_host_memory
+
+if TYPE_CHECKING:
+    from offload.config import Config
+    from offload.config.load import Batch
 
 DEFAULT_BATCH_SIZE = 8
 DEFAULT_STEPS = 200
@@ -51,59 +52,205 @@ def recipe(start: Start) -> dict[str, Any]:
     return {"optimizer": {"type": "AdamW", "params": params}, "gradient_clipping": DEFAULT_CLIP}
 
 
+def _interval(text: str) -> str | dict[str, int]:
+    """Returns the value of "durability" in a config: a number is the interval of commits in steps."""
+    text = str(text)  # a recipe has a number
+    return {"every": int(text)} if text.isdecimal() else text
+
+
+TierName = Literal["none", "cpu", "nvme"]
+
+
 @dataclass(frozen=True, kw_only=True)
 class Options:
     """Options of the command. None is an option that was not given: the config's value or the default applies."""
 
-    model: str = "gpt2-tiny"
-    text: tuple[Path, ...] = ()
-    steps: int | None = None
-    epochs: float | None = None
-    batch_size: int | None = None
-    accumulation: int | None = None
-    seq_len: int | None = None
-    lr: float | None = None
-    schedule: str | None = None
-    warmup: float | None = None
-    weight_decay: float | None = None
-    grad_clip: float | None = None
-    config: Path | None = None
-    offload_param: str | None = None
-    offload_optimizer: str | None = None
-    activations: str | None = None
-    accumulation_schedule: str | None = None
-    nvme_path: tuple[str, ...] = ()
-    dtype: str | None = None
-    moments: str | None = None
-    master: str | None = None
-    host_memory: str | None = None
-    device: str | None = None
-    seed: int | None = None
-    run: str | None = None
-    resume: str | None = None
-    durability: str | dict[str, int] | None = None
-    drive_budget: str | None = None
-    keep: bool = False
-    keep_every: int | None = None
-    data: tuple[Path, ...] = ()
-    eval_data: tuple[Path, ...] = ()
-    eval_every: int | None = None
-    train_on: str = "assistant"
-    lora: str | None = None
-    load_in_4bit: bool = False
-    load_in_8bit: bool = False
-    gradient_checkpointing: bool = False
-    chunked_loss: bool | None = None
-    kernels: str = "auto"
-    output: Path | None = None
-    no_output: bool = False
-    push_to_hub: str | None = None
-    save_every: int | None = None
-    log: Path | None = None
-    report_to: tuple[str, ...] = ()
-    log_every: int | None = None
-    trace: str | None = None
-    show_batch: bool = False
+    model: str = option(
+        "gpt2-tiny or -small, llama-1b, -3b, -7b, -8b, -13b, -70b, from scratch, on bytes; or a folder: "
+        "config.json, tokenizer, and weights if it is to start from them; or a model of the hub, such as "
+        "Qwen/Qwen3-8B, which is fetched once.",
+        "--model-name-or-path",
+        "--base-model",
+        default="gpt2-tiny",
+        group="Model",
+    )
+    recipe: Path | None = option(
+        "YAML file with a line KEY: VALUE for options that are not given, such as `seq_len: 2048`.",
+        metavar="FILE",
+        is_eager=True,
+    )
+    """None once its values are those of the other options."""
+    lora: str | None = option(
+        "Train adapters by peft, the model stays as it is: r=16,alpha=32,dropout=0.05,targets=q_proj+v_proj. "
+        "[default: alpha 2 r, dropout 0, the targets that peft has for the model]",
+        metavar="r=N[,…]",
+    )
+    load_in_4bit: bool = switch(
+        "Store the frozen matrices of --lora in 4 bits (nf4): about a quarter of the bytes on disk and in RAM."
+    )
+    load_in_8bit: bool = switch("The same in 8 bits (int8): half of the bytes.")
+    gradient_checkpointing: bool = switch(
+        "Compute activations again in backward instead of keeping them.", "--activation-checkpointing"
+    )
+    chunked_loss: bool | None = option(
+        "Compute the loss from the logits of 1024 tokens at a time, in evaluations too; or of all tokens at once. "
+        "[default: in chunks where the model allows it; a resumed run as it began]",
+        name="--chunked-loss/--no-chunked-loss",
+    )
+    kernels: Literal["auto", "liger", "compile", "eager"] = option(
+        "What the blocks run in: liger (Liger's kernels for norms, rotary positions and MLPs), compile "
+        "(torch.compile of each block), eager (torch's own). auto: liger on a GPU where it is installed, else "
+        "eager; a resumed run as it began.",
+        default="auto",
+    )
+    output: Path | None = option(
+        "Write the model after the last step, or its adapters, and the tokenizer, for from_pretrained; must not "
+        "exist, or be empty. [default: ./RUN-output, without --keep; none for a preset on Python's own library]",
+        "--output-dir",
+        "--save",
+        metavar="FOLDER",
+    )
+    no_output: bool = switch("Write no model: what was trained is deleted after the last step.")
+    push_to_hub: str | None = option(
+        "Send that folder to this repository of the Hugging Face Hub after the last step, with a model card; a new "
+        "repository is private.",
+        "--hub-model-id",
+        metavar="OWNER/NAME",
+    )
+    save_every: int | None = option(
+        "Write the model every so many steps, too, in checkpoint-N of that folder.", "--save-steps"
+    )
+    data: tuple[Path, ...] = option(
+        'Documents, complete in rows of --seq-len: a *.jsonl file with {"text"}, {"messages"} or {"prompt", '
+        '"completion"} a line, *.parquet or *.csv with such columns, a text file, a folder of these, or a '
+        "data set of the hub, OWNER/NAME[:SPLIT]; may repeat.",
+        "--train-file",
+        group="Data",
+        default=(),
+        metavar="PATH",
+    )
+    text: tuple[Path, ...] = option(
+        "Random segments of a text file, or of a folder of *.py, *.txt, *.md; may repeat. "
+        "[default: Python's own library]",
+        default=(),
+        metavar="PATH",
+    )
+    eval_data: tuple[Path, ...] = option(
+        "Data to evaluate on, read as --data or --text is; may repeat. [default: every twentieth sequence, at most "
+        "16, which are then not learned from]",
+        "--validation-file",
+        default=(),
+        metavar="PATH",
+    )
+    train_on: Literal["assistant", "all"] = option(
+        "Tokens that are learned: the assistant's of chats and the completions of prompts, or all.", default="assistant"
+    )
+    show_batch: bool = switch("Print the first row of the first step, with its learned tokens marked, and end there.")
+    seq_len: int | None = option(
+        "Tokens of a sequence. [default: 256, or the model's positions if it has fewer]",
+        "--max-length",
+        "--max-seq-length",
+        "--sequence-len",
+        "--cutoff-len",
+        "--block-size",
+    )
+    steps: int | None = option(
+        "Steps in all, those of a resumed run included. [default: 200]", "--max-steps", group="Steps"
+    )
+    epochs: float | None = option("Instead of --steps: passes over the data.", "--num-train-epochs", "--num-epochs")
+    batch_size: int | None = option(
+        "Sequences of a micro-batch, on each GPU. [default: 8]", "--per-device-train-batch-size", "--micro-batch-size"
+    )
+    accumulation: int | None = option("Micro-batches of a step. [default: 1]", "--gradient-accumulation-steps")
+    lr: float | None = option(
+        "Learning rate. [default: 2e-5 from weights of a folder, 2e-4 with --lora, 3e-4 from scratch]",
+        "--learning-rate",
+    )
+    schedule: Literal["cosine", "constant"] | None = option(
+        "Learning rate after the warm-up. [default: cosine]", "--lr-scheduler-type", "--lr-scheduler"
+    )
+    warmup: float | None = option(
+        "Share of the steps, below 1, or number of steps, in which the rate rises. [default: 0.03]",
+        "--warmup-ratio",
+        "--warmup-steps",
+    )
+    weight_decay: float | None = option("Decay of matrices; biases and norms have none. [default: 0.1]")
+    grad_clip: float | None = option(
+        "Largest norm of a gradient; 0: any. [default: 1.0]", "--max-grad-norm", "--gradient-clipping"
+    )
+    eval_every: int | None = option(
+        "Steps from one evaluation to the next, and after the last; 0: none. [default: a fifth of the steps]",
+        "--eval-steps",
+    )
+    seed: int | None = option("Seed of weights, data order and dropout. [default: 0]")
+    config: Path | None = option(
+        "DeepSpeed JSON file, whose values replace these defaults. An option of the command line overrules the "
+        "file, with a log line.",
+        "--deepspeed",
+        "--deepspeed-config-file",
+        group="Placement",
+    )
+    offload_param: TierName | None = option("Tier of the weights. [default: nvme]", "--offload-param-device")
+    offload_optimizer: TierName | None = option(
+        "Tier of the optimizer states. [default: nvme]", "--offload-optimizer-device"
+    )
+    activations: Literal["device", "cpu", "nvme", "auto"] | None = option(
+        "Keep only the input of each layer for the backward, in this tier, and compute the rest again."
+    )
+    accumulation_schedule: Literal["auto", "layer_major", "micro_batch_major"] | None = option(
+        "Order of the micro-batches of a step: layer_major takes all of them through a layer before the next is "
+        "fetched, micro_batch_major one after the other. [default: auto]"
+    )
+    nvme_path: tuple[str, ...] = option(
+        "Folder for swap files, one for each drive; may repeat. [default: ./swap]", default=(), metavar="PATH"
+    )
+    dtype: str | None = option(
+        "Dtype of the weights; auto: bf16 if this machine multiplies it as fast as fp32, else fp32. [default: auto]",
+        "--torch-dtype",
+        **dtypes("auto", "bf16", "fp16", "fp32"),
+    )
+    moments: Literal["fp32", "bf16", "int8"] | None = option(
+        "Form of the optimizer's moments; int8: a quarter of the bytes, in blocks with a scale each. [default: fp32]"
+    )
+    master: Literal["fp32", "bf24"] | None = option(
+        "Form of the master of a bf16 weight; bf24: a byte a parameter less, rounded stochastically. [default: fp32]"
+    )
+    host_memory: str | None = option("Host budget, as 16GiB. [default: what is needed, within the free RAM]")
+    device: str | None = option("Where to compute: auto, cpu, cuda, or another accelerator of torch. [default: auto]")
+    run: str | None = option(
+        "Name of the run's folder in the nvme path. [default: default]", "--run-name", group="Run and resume"
+    )
+    resume: Literal["never", "auto", "must", "restart"] | None = option(
+        "Resume the run of that name: never, auto or must; or restart it. [default: never]"
+    )
+    durability: str | dict[str, int] | None = option(
+        "step: each step survives a kill; 10: every tenth; none: half the disk, cannot be resumed. "
+        "[default: step if it fits]",
+        metavar="WORD|STEPS",
+        parser=_interval,
+    )
+    drive_budget: str | None = option(
+        "Bytes that may be written to each drive, as 1TB/day or 600TB/5y: fewer steps are committed.",
+        metavar="SIZE/TIME",
+    )
+    keep: bool = switch("Keep the swap files after the last step.")
+    keep_every: int | None = option(
+        "Keep the state of each step that is a multiple of this, for `offload fork`. [default: none]"
+    )
+    log: Path | None = option(
+        "Write a JSON object a step. A resumed run appends to the file, a new one moves an earlier log aside.",
+        group="Logging",
+    )
+    report_to: tuple[str, ...] = option(
+        "Write the numbers of each step to tensorboard, wandb or csv too; may repeat.", default=(), metavar="NAME"
+    )
+    log_every: int | None = option(
+        "Print a line every so many steps. [default: every few seconds; in a terminal a progress line]",
+        "--logging-steps",
+    )
+    trace: str | None = option(
+        "Write a timeline of the run, for ui.perfetto.dev; zipped if the name ends in .gz.", metavar="<path>"
+    )
 
     @property
     def length(self) -> int:
@@ -183,6 +330,8 @@ def merge(
     Args:
         world_size: number of ranks. With it the lines mention train_batch_size only if the options change its value.
     """
+    from offload.config.blocks import spelled_number  # loads pydantic, which the help does without
+
     # A deep copy of plain JSON: the caller's content must not change.
     merged: dict[str, Any] = json.loads(json.dumps(dict(file or {})))
     if isinstance(params := _get(merged, ("optimizer", "params")), dict):
@@ -527,6 +676,10 @@ def check(options: Options) -> None:
 
 def batch_of(config: Config, seq_len: int, world_size: int) -> Batch:
     """Returns the batch sizes of a run, after a check that the token ids of a step fit into the free memory."""
+    # They load pydantic and torch, which the help does without.
+    from offload.config import resolve_batch
+    from offload.swapper.memory.limits import free_host_memory
+
     batch = resolve_batch(config, world_size)
     ids, free = batch.micro * batch.accumulation * seq_len * 8, free_host_memory()  # int64
     if ids > free:

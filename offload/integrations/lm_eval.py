@@ -24,7 +24,8 @@ from lm_eval.models.huggingface import HFLM
 
 from offload.errors import ConfigError
 from offload.hub import local_model
-from offload.offline.open_model import ModelOptions, in_groups, open_model, padded, refuse
+from offload.offline.open_model import in_groups, open_model, padded, refuse
+from offload.offline.options import ModelOptions
 
 _Request = tuple[Any, list[int], list[int]]
 """Texts, tokens of the context, tokens of the continuation."""
@@ -63,16 +64,17 @@ class OffloadLM(HFLM):
         device_memory: str | None = None,
         **more: Any,
     ) -> None:
+        if not isinstance(micro_batch_size, int) or micro_batch_size < 1:
+            raise ConfigError(f"micro_batch_size is at least 1, not {micro_batch_size!r:.99}")
         options = ModelOptions(
+            model=local_model(pretrained),
             config=None if config is None else Path(config),
             dtype=None if dtype == "auto" else dtype,
             device=None if device is None or device.startswith("cuda") else device,
             host_memory=host_memory,
             device_memory=device_memory,
         )
-        if not isinstance(micro_batch_size, int) or micro_batch_size < 1:
-            raise ConfigError(f"micro_batch_size is at least 1, not {micro_batch_size!r:.99}")
-        model = open_model(local_model(pretrained), options, scores=False)
+        model = open_model(options)
         self._engine, self._micro_batch_size = model.engine, micro_batch_size
         rows = 64 if batch_size is None or str(batch_size).startswith("auto") else int(batch_size)
         super().__init__(pretrained=model.engine, tokenizer=model.tokenizer, batch_size=rows, **more)

@@ -237,7 +237,8 @@ class _Run(NamedTuple):
         return (*self._torchrun(self.hosts[node]), *self._meeting_place(), *place, *self._script())
 
     def _torchrun(self, host: Host) -> list[str]:
-        logs = [] if self.options.rank_logs is None else ["--log-dir", self.options.rank_logs, "--redirects", "3"]
+        folder = self.options.enable_each_rank_log
+        logs = [] if folder is None else ["--log-dir", folder, "--redirects", "3"]
         start = module_command(self.machine.python, "offload.launch.torchrun")
         return [*start, "--nproc-per-node", str(len(host.slots)), *logs]
 

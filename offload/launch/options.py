@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from pathlib import Path
 
 from offload.errors import ConfigError, UsageError
 from offload.launch.environment import ranks_environment
 from offload.launch.hosts import expand_nodelist
+from offload.options import argument, option, switch
 
 _OTHER_LAUNCHERS = {
     "pdsh": "ssh reaches each host by a connection of its own; leave --launcher out",
@@ -36,25 +38,46 @@ NOT_HERE = {
 
 @dataclass(frozen=True, kw_only=True)
 class LaunchOptions:
-    """Options of one call of `offload launch`. None stands for an option that was not given."""
+    """Options of `offload launch`. None stands for an option that was not given."""
 
-    script: str
-    arguments: tuple[str, ...] = ()
-    module: bool = False
-    no_python: bool = False
-    num_gpus: int | None = None
-    num_nodes: int | None = None
-    include: str = ""
-    exclude: str = ""
-    master_addr: str | None = None
-    master_port: int | None = None
-    launcher: str | None = None
-    launcher_args: str = ""
-    ssh_port: int | None = None
-    no_ssh: bool = False
-    node_rank: int | None = None
-    max_restarts: int = 0
-    rank_logs: str | None = None
+    script: str = argument("The script; with --module a module.")
+    arguments: tuple[str, ...] = argument("Arguments of the script.", default=())
+    hostfile: Path | None = option(
+        "A line `host slots=4` for each host. Without: /job/hostfile if there is one, or the nodes of Slurm's job, "
+        "or this machine.",
+        "-H",
+        group="Hosts",
+    )
+    include: str = option("Use these alone: worker-0@worker-1:0,2 is all of worker-0 and two slots.", "-i", default="")
+    exclude: str = option("Use all but these, in the same form.", "-e", default="")
+    num_nodes: int | None = option("Use the first N hosts.", min=1)
+    launcher: str | None = option(
+        "How hosts are reached: ssh, or slurm by srun. [default: slurm inside of a job of several nodes, without a "
+        "hostfile; else ssh]"
+    )
+    launcher_args: str = option("More options of ssh or srun, in quotes.", default="")
+    ssh_port: int | None = option("Port of ssh. [default: ssh's own]", min=1, max=65535)
+    num_gpus: int | None = option(
+        "Ranks of each host. [default: the slots of a hostfile; else one for each GPU]",
+        "--num-accelerators",
+        group="Ranks",
+        min=1,
+    )
+    max_restarts: int = option(
+        'Start all ranks again after one has failed, N times at most; "resume": "auto" continues from the last commit.',
+        default=0,
+        min=0,
+    )
+    enable_each_rank_log: str | None = option("Write the outputs of each rank into this folder.", metavar="PATH")
+    master_addr: str | None = option("An address of the first host. [default: its name]", group="Meeting place")
+    master_port: int | None = option("A port there that is free. [default: 29500; on one host any]", min=1, max=65535)
+    no_ssh: bool = switch("Start the ranks of this host alone; the same command runs on each, with its number.")
+    node_rank: int | None = option("Number of this host, from 0, with --no-ssh.", min=0)
+    module: bool = switch("Run a module, as python -m does.", "-m", group="Start")
+    no_python: bool = switch("Run the script itself, without Python.")
+    no_local_rank: bool = switch("", hidden=True)
+    no_ssh_check: bool = switch("", hidden=True)
+    dry_run: bool = switch("Print the commands, and run nothing.")
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -22,6 +22,7 @@ from offload.inference_engine import InferenceEngine, read_model, start
 from offload.losses import chunk_loss_of
 from offload.model_io.folder import CONFIG
 from offload.model_io.save import TOKENIZER
+from offload.offline.options import ModelOptions
 from offload.presets import check_folder, check_positions, error_message, positions_of, require_transformers
 from offload.sizes import count_of, format_size, parse_percent, parse_size
 
@@ -129,35 +130,14 @@ _LONGEST = 1024
 """Default length of the longest row, for models with more positions."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class ModelOptions:
-    """Options of a command about where a model runs. None leaves the choice to the engine."""
+class StaticCacheSize(NamedTuple):
+    """The keys and values that get memory at the start."""
 
-    config: Path | None = None
-    """DeepSpeed JSON file; the other options overrule it."""
-    dtype: str | None = None
-    """Dtype of the weights; None for the files' dtype."""
-    device: str | None = None
-    host_memory: str | None = None
-    device_memory: str | None = None
-    static_cache: int | None = None
-    """Most tokens of a prompt and its continuation in a cache that is allocated at the start."""
-    cache_on_host: bool = False
-    """True to keep this cache on the host."""
+    tokens: int
+    """Most tokens of a prompt and its continuation."""
     rows: int = 1
     """Prompts of a batch."""
-
-    def content(self) -> dict[str, Any]:
-        """Returns the config of the engine. Raises `ConfigError` if the file cannot be read."""
-        content = {} if self.config is None else dict(read_json(self.config))
-        if self.dtype is not None:
-            content |= {name: {"enabled": name == self.dtype} for name in ("bf16", "fp16")}
-            content.pop("bfloat16", None)  # DeepSpeed's older name
-        options = {"device": self.device, "host_memory": self.host_memory, "device_memory": self.device_memory}
-        block = content.get("offload", {})
-        if isinstance(block, Mapping):
-            content["offload"] = {**block, **{name: value for name, value in options.items() if value is not None}}
-        return content
+    on_host: bool = False
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -185,19 +165,18 @@ class OpenModel:
 
 
 def open_model(
-    name: str,
-    placement: ModelOptions,
+    options: ModelOptions,
     *,
     scores: bool = False,
     rows: int = 1,
     batch: int = 1,
     seq_len: int | None = None,
-    base: str | None = None,
+    cache: StaticCacheSize | None = None,
     check: Callable[[Any, Any], object] | None = None,
 ) -> OpenModel:
     """Returns the model of a folder under an engine, to score records or to generate.
 
-    The folder may be that of an adapter of peft, whose base model is `base`, or else the one that it names. To score, a
+    The folder may be that of an adapter of peft, which names its base model, unless the options do. To score, a
     micro-batch has at most `rows` rows, and a batch at most `batch`, of at most `seq_len` tokens; None stands for the
     model's positions, at most 1024. Where the CPU computes, both numbers are halved until a limit of memory has room.
     `check` is called with tokenizer and config before the weights are opened, since opening may take long. `check` may
@@ -208,14 +187,14 @@ def open_model(
         StoreError: The model's files are missing or damaged.
         BudgetError: A memory budget is too small.
     """
-    folder = Path(name)
+    folder = Path(options.model)
     if not folder.is_dir():
         raise ConfigError(
             f"there is no folder {folder}; give a model's folder: config.json, tokenizer, safetensors, or OWNER/NAME "
             "of a model on the hub"
         )
-    content = placement.content()  # a wrong config is reported before the model is built
-    plan = _adapter(folder, base)
+    content = _content(options)  # a wrong config is reported before the model is built
+    plan = _adapter(folder, options.base)
     if plan is None:
         check_folder(folder)
         require_transformers()
@@ -232,14 +211,13 @@ def open_model(
     config: Any = model.config
     if check is not None:
         check(tokenizer, config)
-    if placement.static_cache is not None:
-        check_positions(config, placement.static_cache, "--static-cache")
-        nbytes = cache_nbytes(config, placement.static_cache, placement.rows, value_nbytes(content, config))
-        on_host = placement.cache_on_host
-        content = beside_cache(content, device_nbytes(config, placement.static_cache, nbytes, on_host))
+    if cache is not None:
+        check_positions(config, cache.tokens, "--static-cache")
+        nbytes = cache_nbytes(config, cache.tokens, cache.rows, value_nbytes(content, config))
+        content = beside_cache(content, device_nbytes(config, cache.tokens, nbytes, cache.on_host))
         lines = (
-            f"keys and values of {count_of(placement.rows, 'prompt')} of at most {placement.static_cache} tokens take "
-            f"{format_size(nbytes)} of {'host' if on_host else 'device'} memory",
+            f"keys and values of {count_of(cache.rows, 'prompt')} of at most {cache.tokens} tokens take "
+            f"{format_size(nbytes)} of {'host' if cache.on_host else 'device'} memory",
         )
     if seq_len is not None:
         check_positions(config, seq_len)  # a longer row may come after hours
@@ -274,6 +252,19 @@ def open_model(
         batch=batch,
         lines=lines,
     )
+
+
+def _content(options: ModelOptions) -> dict[str, Any]:
+    """Returns the config of the engine. Raises `ConfigError` if the file cannot be read."""
+    content = {} if options.config is None else dict(read_json(options.config))
+    if options.dtype is not None:
+        content |= {name: {"enabled": name == options.dtype} for name in ("bf16", "fp16")}
+        content.pop("bfloat16", None)  # DeepSpeed's older name
+    values = {name: getattr(options, name) for name in ("device", "host_memory", "device_memory")}
+    block = content.get("offload", {})
+    if isinstance(block, Mapping):
+        content["offload"] = {**block, **{name: value for name, value in values.items() if value is not None}}
+    return content
 
 
 def _adapter(folder: Path, base: str | None) -> MergePlan | None:

@@ -1,6 +1,7 @@
 """Prediction of a run before it starts: bytes in every tier, seconds of a step, and the changes that help most.
 
-request           the arguments of `offload plan`, turned into a plan; rates scaled to a timed pass of the model
+options           the options of `offload plan`
+request           these options, turned into a plan; rates scaled to a timed pass of the model
 hardware          a machine in numbers, probed or described
 model_shape       a model in numbers: units, work of each, bytes saved for the backward
 memory            bytes per tier, from the functions that a run uses

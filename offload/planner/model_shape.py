@@ -28,6 +28,7 @@ from offload.layout.optimizer_states import matrices_of
 from offload.layout.units import Table
 from offload.layout.vocabulary import find_tables, pieces_of
 from offload.metrics.flops import ATTENTION, flop_formula
+from offload.planner.options import Adapters
 from offload.planner.simulation.pager import Expected
 from offload.presets import (
     DECODERS,
@@ -876,15 +877,6 @@ def from_name(
             f"cannot run {name} without its weights ({type(error).__name__}: {error_message(error)}); "
             f"give --parameters and --layers"
         ) from error
-
-
-class Adapters(NamedTuple):
-    """Adapters over a model that is frozen otherwise."""
-
-    make: Callable[[nn.Module], nn.Module]
-    """Returns a model with adapters; the model is on the meta device."""
-    frozen: str | None = None
-    """Block format of frozen matrices, as in the config."""
 
 
 _ALIKE = 4

@@ -11,7 +11,7 @@ import time
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 
@@ -38,14 +38,15 @@ from offload.planner.hardware import (
     probed,
 )
 from offload.planner.memory import settings
-from offload.planner.model_shape import Adapters, Shape, config_of, drawn, from_adapted, from_count, from_name, model_of
+from offload.planner.model_shape import Shape, config_of, drawn, from_adapted, from_count, from_name, model_of
+from offload.planner.options import PlanOptions
 from offload.planner.ranks import Cluster, RanksPlan, plan_stages
 from offload.planner.reach import Longest, search
 from offload.planner.recommend import Planned
 from offload.planner.step_time import backward, forward
 from offload.precision import choose
 from offload.presets import error_message
-from offload.sizes import format_size, parse_budget, parse_size
+from offload.sizes import format_size, parse_budget, parse_count, parse_size
 from offload.swapper.memory.limits import free_host_memory
 
 # -- measure model -------------------------------------------------------------------------------------
@@ -211,62 +212,16 @@ _DURABILITIES = ("auto", "step", "none")
 _ACTIVATIONS = ("device", "cpu", "nvme", "auto")
 
 
-class PlanRequest(NamedTuple):
-    """What `offload plan` is asked for. None or empty leaves a value to its default, the config, or the machine."""
-
-    # -- model ---------------------------------------------------------------------------------------
-    model: str | None = None
-    """A preset or folder; in its place a number of parameters and layers."""
-    parameters: int | None = None
-    layers: int | None = None
-    adapters: Adapters | None = None
-    chunks: bool = True
-    """True if the loss of the model can be computed for chunks of tokens."""
-    # -- machine -------------------------------------------------------------------------------------
-    gpu: str | None = None
-    ram: str | None = None
-    drive: Sequence[str] | None = None
-    memory_bandwidth: str | None = None
-    pcie: str | None = None
-    nvme_path: Sequence[str] | None = None
-    # -- step ----------------------------------------------------------------------------------------
-    config: Path | None = None
-    """DeepSpeed's JSON. Without it the planner chooses tiers and budgets."""
-    batch_size: int | None = None
-    seq_len: int = 1024
-    accumulation: int | None = None
-    recompute: bool | None = None
-    dtype: str | None = None
-    durability: str | None = None
-    """A word of the config, or the number of steps from one commit to the next."""
-    drive_budget: str | None = None
-    """Bytes that may be written to each drive over a time, as 1TB/day."""
-    activations: str | None = None
-    """Tier of the inputs of repeated blocks."""
-    chunked_loss: bool | None = None
-    """None for a loss in chunks where the model allows it, as in `offload train`."""
-    tile_mlp: str | None = None
-    """ "auto", "off", or a number of tiles."""
-    moments: str | None = None
-    """Form of the optimizer's moments; None for fp32."""
-    master: str | None = None
-    """Form of the master of a bf16 weight; None for fp32."""
-    schedule: str | None = None
-    """Order of micro-batches and blocks; None for "auto"."""
-    speculate: bool | None = None
-    """False for no updates under the backward."""
-
-
-def planned(request: PlanRequest, measure: bool = False, tell: Tell = lambda *_: None) -> Planned:
-    """Returns the plan of a request; `measure` scales the rates of compute by a run of the model."""
+def planned(request: PlanOptions, tell: Tell = lambda *_: None) -> Planned:
+    """Returns the plan of a request; --measure scales the rates of compute by a run of the model."""
     _check(request)
-    if measure and (request.model is None or request.gpu is not None or request.adapters is not None):
+    if request.measure and (request.model is None or request.gpu is not None or request.adapters is not None):
         raise ConfigError("--measure runs the model on this machine: it needs --model, and neither --gpu nor --lora")
     content, dtype, units, on, of = _resolved(request)
     elementwise = RULE_LAYOUTS[units.rule].elementwise
     of = of.in_groups() if elementwise else of  # a rule for matrices steps each expert
     load = _load(request, on.on_cpu, _in_chunks(request), content)
-    on = measured(on, of, load, DTYPES[dtype], units, tell) if measure else on
+    on = measured(on, of, load, DTYPES[dtype], units, tell) if request.measure else on
     if content is not None:
         return recommend.plan(of, on, load, content)
     options = {"activations": request.activations, **_options(request, on, dtype)}
@@ -274,7 +229,7 @@ def planned(request: PlanRequest, measure: bool = False, tell: Tell = lambda *_:
     return recommend.choose_load(of, on, tried, request.recompute, **options)
 
 
-def ranks(request: PlanRequest, cluster: Cluster) -> tuple[Shape, Hardware, dict[int, RanksPlan]]:
+def ranks(request: PlanOptions, cluster: Cluster) -> tuple[Shape, Hardware, dict[int, RanksPlan]]:
     """Returns the model, one machine with one of its GPUs, and the plan of each ZeRO stage that fits."""
     _check(request)
     unplanned = {
@@ -301,7 +256,7 @@ def ranks(request: PlanRequest, cluster: Cluster) -> tuple[Shape, Hardware, dict
     return of, on, plans
 
 
-def longest(request: PlanRequest) -> list[Longest]:
+def longest(request: PlanOptions) -> list[Longest]:
     """Returns the longest sequence for each way to keep activations."""
     _check(request)
     content, dtype, _, on, of = _resolved(request)
@@ -319,7 +274,7 @@ def longest(request: PlanRequest) -> list[Longest]:
     return search(of, on, load, contents, chunked)
 
 
-def _in_chunks(request: PlanRequest) -> bool:
+def _in_chunks(request: PlanOptions) -> bool:
     """Returns True if the loss is computed in chunks: as the user chooses, else if the model allows it."""
     if request.chunked_loss and not request.chunks:
         raise ConfigError(
@@ -329,7 +284,7 @@ def _in_chunks(request: PlanRequest) -> bool:
     return request.chunks if request.chunked_loss is None else request.chunked_loss
 
 
-def _resolved(request: PlanRequest) -> tuple[dict[str, Any] | None, str, Division, Hardware, Shape]:
+def _resolved(request: PlanOptions) -> tuple[dict[str, Any] | None, str, Division, Hardware, Shape]:
     """Returns the file's content with the user's keys unchanged, dtype, units, machine, and model."""
     content = None if request.config is None else read_json(request.config)
     config = None if content is None else load_config(content)
@@ -339,7 +294,7 @@ def _resolved(request: PlanRequest) -> tuple[dict[str, Any] | None, str, Divisio
     return content, dtype, units, on, _shape(request, DTYPES[dtype], units)
 
 
-def _load(request: PlanRequest, on_cpu: bool, chunked_loss: bool, content: Mapping[str, Any] | None) -> Load:
+def _load(request: PlanOptions, on_cpu: bool, chunked_loss: bool, content: Mapping[str, Any] | None) -> Load:
     """Returns the work of a step on one rank. The config supplies the numbers that no option gives."""
     config = load_config(content or {})
     sizes = resolve_batch(config, 1)
@@ -355,13 +310,13 @@ def _load(request: PlanRequest, on_cpu: bool, chunked_loss: bool, content: Mappi
     )
 
 
-def _durability(request: PlanRequest) -> str | dict[str, int]:
+def _durability(request: PlanOptions) -> str | dict[str, int]:
     """Returns the value of the config's key."""
     word = request.durability or "auto"
     return {"every": int(word)} if word.isdecimal() else word
 
 
-def _options(request: PlanRequest, on: Hardware, dtype: str) -> dict[str, Any]:
+def _options(request: PlanOptions, on: Hardware, dtype: str) -> dict[str, Any]:
     tile = request.tile_mlp
     options: dict[str, Any] = {
         "dtype": dtype,
@@ -378,7 +333,7 @@ def _options(request: PlanRequest, on: Hardware, dtype: str) -> dict[str, Any]:
     return options
 
 
-def _dtype(request: PlanRequest) -> str:
+def _dtype(request: PlanOptions) -> str:
     """Returns the default dtype, the choice of `offload train`: fp32 on a GPU without units for bf16, mostly bf16."""
     if request.master not in (None, "fp32"):
         return "bf16"
@@ -388,7 +343,7 @@ def _dtype(request: PlanRequest) -> str:
     return "bf16" if found is None else choose(torch.device("cuda" if found.machine["gpu"] else "cpu")).dtype
 
 
-def _check(request: PlanRequest) -> None:
+def _check(request: PlanOptions) -> None:
     """Raises `ConfigError` for values out of range, and for options that a config file already sets."""
     for name in ("batch_size", "seq_len", "accumulation"):
         value = getattr(request, name)
@@ -430,7 +385,7 @@ def _check(request: PlanRequest) -> None:
         )
 
 
-def _shape(request: PlanRequest, dtype: torch.dtype, units: Division) -> Shape:
+def _shape(request: PlanOptions, dtype: torch.dtype, units: Division) -> Shape:
     if request.model is not None:
         if request.parameters is not None or request.layers is not None:
             raise ConfigError("give --model, or --parameters and --layers, not both")
@@ -441,10 +396,10 @@ def _shape(request: PlanRequest, dtype: torch.dtype, units: Division) -> Shape:
         raise ConfigError("--parameters needs --layers, the number of the model's blocks: --parameters 8B --layers 32")
     if request.parameters is None or request.layers is None:
         raise ConfigError("expected a model: --model llama-7b, or --parameters 13B --layers 40")
-    return from_count(request.parameters, request.layers, request.seq_len, dtype.itemsize)
+    return from_count(parse_count(request.parameters), request.layers, request.seq_len, dtype.itemsize)
 
 
-def hardware(request: PlanRequest, dtype: str = "bf16", autocast: bool = False) -> Hardware:
+def hardware(request: PlanOptions, dtype: str = "bf16", autocast: bool = False) -> Hardware:
     """Returns the described machine, or the probed one with the given changes."""
     ram = None if request.ram is None else parse_memory(request.ram)
     drives = tuple(map(parse_drive, request.drive or ()))

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import dataclasses
 import errno
 import logging
 import os
@@ -23,7 +22,6 @@ from typer.testing import CliRunner
 
 import offload
 from offload import errors, schedules
-from offload.cli.commands.train import TrainOptions
 from offload.cli.console import BAD_INPUT, FAILED, code_of, echo_error
 from offload.cli.main import app
 from offload.config import load_config, resolve_batch
@@ -295,15 +293,6 @@ def test_monitors_are_enabled_beside_the_settings_of_the_file() -> None:
     assert merged["wandb"] == {"enabled": True} and "tensorboard" not in merged and lines == merge(file, Options())[1]
     with pytest.raises(ConfigError, match="--report-to is one of tensorboard, wandb, csv, not 'mlflow'"):
         merge(file, Options(report_to=("mlflow",)))
-
-
-def test_the_job_has_the_options_of_the_command_and_their_defaults() -> None:
-    typed = {each.name: getattr(each.default, "default", each.default) for each in dataclasses.fields(TrainOptions)}
-    del typed["json_output"], typed["recipe"]  # of the command alone
-    asked = {each.name: each.default for each in dataclasses.fields(Options)}
-    several = {name for name, default in asked.items() if default == ()}
-    assert {name: () if name in several else default for name, default in typed.items()} == asked
-    assert all(typed[name] is None for name in several)
 
 
 def scheduled(file: dict[str, Any] | None, **typed: Any) -> Any:

@@ -46,13 +46,14 @@ def test_values_are_those_of_the_file_where_no_option_is_given(tmp_path: Path) -
     path = tmp_path / "recipe.yaml"
     path.write_text(
         "model: mine\nlearning-rate: 2e-4\nmax_steps: 7\nload_in_4bit: true\n"
-        "data: [a, b]\nnvme_path: /mnt\nchunked_loss: false\n"
+        "data: [a, b]\nnvme_path: /mnt\nchunked_loss: false\ndurability: 10\n"
     )
     params = parsed(path, "--steps", "9", "--batch-size", "3")
     wanted = {"model": "mine", "lr": 2e-4, "steps": 9, "batch_size": 3, "load_in_4bit": True, "seq_len": None}
     assert {name: params[name] for name in wanted} == wanted
     assert list(params["data"]) == [Path("a"), Path("b")] and list(params["nvme_path"]) == ["/mnt"]
     assert params["chunked_loss"] is False and params["epochs"] is None
+    assert params["durability"] == {"every": 10}
 
 
 def test_an_option_takes_the_place_of_the_other_way_in_the_file(tmp_path: Path) -> None:

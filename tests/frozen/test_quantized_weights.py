@@ -27,7 +27,8 @@ from offload.finetune.model import adapt, find_folder, parse_lora
 from offload.layout.flat_layout import layouts_of
 from offload.layout.frozen import stored_weights
 from offload.layout.units import find_units
-from offload.planner.model_shape import Adapters, from_adapted, from_name, from_training
+from offload.planner.model_shape import from_adapted, from_name, from_training
+from offload.planner.options import Adapters
 from offload.presets import quantized_bits
 from offload.torch_internals import tree_map
 from tests.support import models

@@ -64,7 +64,7 @@ def shown(*arguments: Any, **options: Any) -> list[str]:
         ({"num_gpus": 2, "max_restarts": 3}, f"2 --max-restarts 3 {ALONE}0 -- train.py --lr 1"),
         ({"num_gpus": 2, "module": True}, f"2 {ALONE}0 --module -- train.py --lr 1"),
         (
-            {"num_gpus": 1, "rank_logs": "logs", "no_python": True, "master_port": 7},
+            {"num_gpus": 1, "enable_each_rank_log": "logs", "no_python": True, "master_port": 7},
             f"1 --log-dir logs --redirects 3 {ALONE}7 --no-python -- train.py --lr 1",
         ),
         (

@@ -20,7 +20,8 @@ from offload.errors import BudgetError, ConfigError, IoError, UsageError
 from offload.finetune.corpus.documents import find_data, read_records
 from offload.layout.memory_plan import division_of
 from offload.losses import causal_lm, chunk_loss_of
-from offload.offline.open_model import ModelOptions, open_model
+from offload.offline.open_model import open_model
+from offload.offline.options import ModelOptions
 from offload.offline.score import scores
 from offload.planner.activations import Load
 from offload.planner.hardware import described, parse_drive
@@ -431,7 +432,7 @@ def test_scores_fit_a_limit_in_pieces(tmp_path: Path, monkeypatch: pytest.Monkey
         if limit is not None:
             files["/sys/fs/cgroup/outer/memory.max"] = str(limit)
             testing.replace(monkeypatch, "machine.system_file", lambda path: files.get(path, ""))
-        model = open_model(str(folder), ModelOptions(), scores=True, rows=16, batch=32, seq_len=32)
+        model = open_model(ModelOptions(model=str(folder)), scores=True, rows=16, batch=32, seq_len=32)
         with model.engine:
             assert any("pieces of rows" in line for line in model.engine.notices) is (limit is not None)
             assert (model.rows, model.batch) == (rows, 32)

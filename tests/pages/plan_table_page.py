@@ -22,8 +22,8 @@ from offload.planner.activations import Load
 from offload.planner.hardware import Hardware, described, parse_drive
 from offload.planner.memory import settings
 from offload.planner.model_shape import Shape, from_count
+from offload.planner.options import PlanOptions
 from offload.planner.recommend import Planned
-from offload.planner.request import PlanRequest
 from offload.planner.sustained import sustained_steps
 from offload.sizes import GIB, format_size, format_time
 
@@ -348,7 +348,7 @@ def step_row(step: Step) -> str:
 
 def family_row(model: str, gpu: str, gigabytes: int, ram: int) -> str:
     """Returns the lines of `offload plan` for a preset on a card, as a row."""
-    asked = PlanRequest(model=model, gpu=gpu, ram=f"{ram}GB", drive=[_FAMILY_DRIVE], seq_len=_SEQUENCE)
+    asked = PlanOptions(model=model, gpu=gpu, ram=f"{ram}GB", drive=(_FAMILY_DRIVE,), seq_len=_SEQUENCE)
     name = f"{gpu.removesuffix(' 16GB')}, {gigabytes} GB"
     try:
         planned = request.planned(asked)

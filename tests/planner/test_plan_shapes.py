@@ -14,7 +14,6 @@ import transformers
 from typer.testing import CliRunner
 
 from offload import testing
-from offload.cli.console import parse_count
 from offload.cli.main import app
 from offload.errors import ConfigError
 from offload.hardware.info import rated_bytes
@@ -25,7 +24,7 @@ from offload.planner.activations import Load
 from offload.planner.hardware import Hardware, described, find_gpu, parse_drive
 from offload.planner.model_shape import Shape, from_count, from_name, from_preset, from_training, repeated
 from offload.presets import DECODERS, PRESETS
-from offload.sizes import GIB, MIB, parse_size
+from offload.sizes import GIB, MIB, parse_count, parse_size
 from tests.planner.test_plan_activations import llama
 
 

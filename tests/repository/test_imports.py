@@ -32,7 +32,7 @@ COMPOSITION = ("engine.plan", "engine.build_optimizer", "engine.assembly", "engi
 LAYERS = (
     *("errors", "records", "interrupts", "sizes", "notices", "states", "threads", "timeline", "torch_internals"),
     "provenance",
-    *("aio", "config", "launch", "presets", "prices", "report", "deepnvme"),
+    *("aio", "config", "options", "launch", "presets", "prices", "report", "deepnvme"),
     *("fileio", "kernels", "precision", "schedules", "checkpointing"),
     *("swapper", "hardware", "layout", "metrics"),
     "quantized.paged_tensor",

@@ -19,12 +19,13 @@ from typing import Any
 import typer
 from typer.core import TyperGroup
 
-from offload.cli.console import BAD_INPUT, FAILED, Json, echo, errors, make_table, parse_count, status_line
-from offload.cli.options import Command, HelpContext, dtypes, takes_options
+from offload.cli.console import BAD_INPUT, FAILED, Json, echo, errors, make_table, status_line
+from offload.cli.options import Command, HelpContext, takes_options
 from offload.cli.signals import signals
 from offload.errors import ConfigError
 from offload.notices import folder_to_make
-from offload.sizes import format_size, parse_size
+from offload.options import argument, dtypes, option, switch
+from offload.sizes import format_size, parse_count, parse_size
 
 
 class _Benchmarks(TyperGroup):
@@ -180,38 +181,35 @@ def _adam_cells(row: Any) -> list[str]:
 class SwapOptions:
     """Options of `offload bench swap` as they are typed. None stands for an option that was not given."""
 
-    paths: list[str] = typer.Argument(help="Folders for swap files, one for each drive.")
-    units: int = typer.Option(16, help="Layers of the simulated model.")
-    unit_size: str = typer.Option("64MiB", help="Bytes of a layer's weights, two for each parameter.")
-    compute_ms: list[float] | None = typer.Option(
-        None,
-        help="Milliseconds that a layer computes in a forward; its backward takes twice as long. May repeat. "
-        "[default: 50]",
+    paths: tuple[str, ...] = argument("Folders for swap files, one for each drive.")
+    units: int = option("Layers of the simulated model.", default=16)
+    unit_size: str = option("Bytes of a layer's weights, two for each parameter.", default="64MiB")
+    compute_ms: tuple[float, ...] = option(
+        "Milliseconds that a layer computes in a forward; its backward takes twice as long. May repeat. [default: 50]",
+        default=(),
     )
-    accumulation: int = typer.Option(1, help="Micro-batches of a step.")
-    weights: str = typer.Option("nvme", help="Tier of the weights: none, cpu, nvme.")
-    states: str = typer.Option("nvme", help="Tier of the optimizer states: none, cpu, nvme.")
-    durability: str = typer.Option(
-        "auto", help="step: two slots of all states; none: one, in place; auto: step where it fits."
+    accumulation: int = option("Micro-batches of a step.", default=1)
+    weights: str = option("Tier of the weights: none, cpu, nvme.", default="nvme")
+    states: str = option("Tier of the optimizer states: none, cpu, nvme.", default="nvme")
+    durability: str = option(
+        "step: two slots of all states; none: one, in place; auto: step where it fits.", default="auto"
     )
-    host_memory: str | None = typer.Option(None, help="Host budget. [default: what is needed]")
-    device_memory: str | None = typer.Option(None, help="Device budget. [default: three layers]")
-    overlap: bool = typer.Option(
-        True, "--overlap/--no-overlap", help="Run updates beside the next forward, or before it."
+    host_memory: str | None = option("Host budget. [default: what is needed]")
+    device_memory: str | None = option("Device budget. [default: three layers]")
+    overlap: bool = option(
+        "Run updates beside the next forward, or before it.", default=True, name="--overlap/--no-overlap"
     )
-    busy: bool = typer.Option(False, "--busy", help="Keep a core busy for compute, as on a CPU.")
-    in_memory: bool | None = typer.Option(
-        None,
-        "--in-memory/--no-in-memory",
-        help="Measure compute by the same model in memory, or calculate it. [default: where it fits]",
+    busy: bool = switch("Keep a core busy for compute, as on a CPU.")
+    in_memory: bool | None = option(
+        "Measure compute by the same model in memory, or calculate it. [default: where it fits]",
+        name="--in-memory/--no-in-memory",
     )
-    steps: int = typer.Option(4, help="Steps of each round that count; two before them do not.")
-    rounds: int = typer.Option(3, help="Rounds; each runs all contenders in turns.")
-    backend: str = typer.Option("auto", help="auto, io_uring, libaio, threads.")
-    block_size: str | None = typer.Option(None, help="Bytes of a block. [default: the backend's]")
-    depth: int | None = typer.Option(None, help="Blocks in flight. [default: the backend's]")
-    probe_size: str = typer.Option("256MiB", help="Bytes of the file by which the drive is measured.")
-    json_output: Json = False
+    steps: int = option("Steps of each round that count; two before them do not.", default=4)
+    rounds: int = option("Rounds; each runs all contenders in turns.", default=3)
+    backend: str = option("auto, io_uring, libaio, threads.", default="auto")
+    block_size: str | None = option("Bytes of a block. [default: the backend's]")
+    depth: int | None = option("Blocks in flight. [default: the backend's]")
+    probe_size: str = option("Bytes of the file by which the drive is measured.", default="256MiB")
 
 
 _SWAP_FIELDS = (
@@ -223,7 +221,7 @@ _SWAP_FIELDS = (
 
 @bench.command("swap", cls=Command)
 @takes_options(SwapOptions)
-def bench_swap(typed: SwapOptions) -> None:
+def bench_swap(typed: SwapOptions, json_output: Json = False) -> None:
     """Measure how much paging hides behind compute. With a drive and two budgets, without a model.
 
     Example: offload bench swap /mnt/nvme --units 32 --unit-size 400MiB --compute-ms 100 --compute-ms 400
@@ -233,12 +231,12 @@ def bench_swap(typed: SwapOptions) -> None:
     from offload.bench import swap
     from offload.hardware.info import machine
 
-    console = Console(stderr=typed.json_output, highlight=False)
+    console = Console(stderr=json_output, highlight=False)
     with errors(BAD_INPUT):
         plan = swap.make_plan(
             typed.paths,
             unit_bytes=parse_size(typed.unit_size),
-            compute_ms=typed.compute_ms or (),
+            compute_ms=typed.compute_ms,
             host_memory=_size(typed.host_memory),
             device_memory=_size(typed.device_memory),
             block_bytes=_size(typed.block_size),
@@ -248,7 +246,7 @@ def bench_swap(typed: SwapOptions) -> None:
     with errors(FAILED), signals(), status_line(console) as tell, _engines_silent():
         # A benchmark creates swap files: signals raise, so that the files are removed.
         result = swap.measure(plan, tell)
-    if typed.json_output:
+    if json_output:
         print(json.dumps(swap.as_json(machine(), plan, result)), flush=True)
         return
     for line in swap.heading(plan, result):
@@ -292,34 +290,29 @@ def _engines_silent() -> Iterator[None]:
 class GpuOptions:
     """Options of `offload bench gpu` as they are typed. None stands for an option that was not given."""
 
-    folder: str = typer.Argument(".", help="Folder for swap files, on the drive to measure.")
-    budget_minutes: float = typer.Option(8.0, help="Minutes that the command may take.")
-    output: Path = typer.Option(Path("bench-gpu.json"), metavar="FILE", help="File for all figures, as JSON.")
-    model: str = typer.Option("llama-1b", help="Preset whose steps are timed.")
-    batch_size: int | None = typer.Option(None, help="Sequences of a step. [default: as fit, at most 8]")
-    seq_len: int | None = typer.Option(None, help="Tokens of a sequence. [default: as fit, 4096 at most]")
-    micro_batches: int | None = typer.Option(None, help="Micro-batches of a step. [default: as the part has]")
-    loop: str = typer.Option(
-        "train_batch",
-        help="train_batch: the engine gets all micro-batches of a step, as from Trainer; micro_batches: engine, "
+    folder: str = argument("Folder for swap files, on the drive to measure.", default=".")
+    budget_minutes: float = option("Minutes that the command may take.", default=8.0)
+    output: Path = option("File for all figures, as JSON.", default=Path("bench-gpu.json"), metavar="FILE")
+    model: str = option("Preset whose steps are timed.", default="llama-1b")
+    batch_size: int | None = option("Sequences of a step. [default: as fit, at most 8]")
+    seq_len: int | None = option("Tokens of a sequence. [default: as fit, 4096 at most]")
+    micro_batches: int | None = option("Micro-batches of a step. [default: as the part has]")
+    loop: str = option(
+        "train_batch: the engine gets all micro-batches of a step, as from Trainer; micro_batches: engine, "
         "backward and step for each; both: one after the other.",
+        default="train_batch",
     )
-    moments: str | None = typer.Option(None, help="fp32, bf16, int8. [default: as the part has]")
-    grad_dtype: str | None = typer.Option(
-        None, help="Sums of gradients: fp32, bf16. [default: the engine's]", **dtypes()
-    )
-    steps: int = typer.Option(8, help="Timed steps of a placement, fewer where time is short.")
-    nbytes: str = typer.Option("256MiB", help="Bytes of one copy.")
-    device: str = typer.Option("cuda", help="cuda; cpu is a rehearsal that measures nothing of interest.")
-    only: list[str] | None = typer.Option(
-        None, help="Only parts whose names begin with this; may repeat. [default: all]"
-    )
-    json_output: Json = False
+    moments: str | None = option("fp32, bf16, int8. [default: as the part has]")
+    grad_dtype: str | None = option("Sums of gradients: fp32, bf16. [default: the engine's]", **dtypes())
+    steps: int = option("Timed steps of a placement, fewer where time is short.", default=8)
+    nbytes: str = option("Bytes of one copy.", default="256MiB")
+    device: str = option("cuda; cpu is a rehearsal that measures nothing of interest.", default="cuda")
+    only: tuple[str, ...] = option("Only parts whose names begin with this; may repeat. [default: all]", default=())
 
 
 @bench.command("gpu", cls=Command)
 @takes_options(GpuOptions)
-def bench_gpu(typed: GpuOptions) -> None:
+def bench_gpu(typed: GpuOptions, json_output: Json = False) -> None:
     """Measure a GPU in 8 minutes. Equal bits, copies, rates and steps in all placements, up to 13B in 24 GiB.
 
     Needs transformers: pip install 'offload[bench]'. Writes one file that docs/benchmarks/submit.md says how to send.
@@ -333,15 +326,15 @@ def bench_gpu(typed: GpuOptions) -> None:
         from offload.bench.gpu.report import words
 
         settings = gpu.GpuSettings(*(getattr(typed, name) for name in gpu.GpuSettings._fields))
-        settings.check(typed.only or ())
+        settings.check(typed.only)
 
     def tell(line: str) -> None:
-        print(line, file=sys.stderr if typed.json_output else sys.stdout, flush=True)
+        print(line, file=sys.stderr if json_output else sys.stdout, flush=True)
 
     with errors(FAILED):
         folder = Path(typed.folder)
-        report = gpu.measure(settings, folder, typed.budget_minutes, typed.output, typed.only or (), tell)
-    print(json.dumps(report) if typed.json_output else f"\n{words(report)}\n\nall figures: {typed.output}")
+        report = gpu.measure(settings, folder, typed.budget_minutes, typed.output, typed.only, tell)
+    print(json.dumps(report) if json_output else f"\n{words(report)}\n\nall figures: {typed.output}")
     raise typer.Exit(judge(report["parts"]))
 
 
@@ -383,31 +376,28 @@ _LEAST_WIDTH = 180
 class TrainBenchOptions:
     """Options of `offload bench train` as they are typed. None stands for an option that was not given."""
 
-    folder: Path = typer.Argument(help="Folder for swap files, on the drive to measure.")
-    model: str = typer.Option("gpt2-small", help="Preset that is trained.")
-    batch_size: int = typer.Option(1, help="Sequences of a micro-batch.")
-    seq_len: int = typer.Option(256, help="Tokens of a sequence.")
-    micro_batches: int = typer.Option(
-        1, help="Micro-batches of a step; with more than one layer-major order is measured too."
+    folder: Path = argument("Folder for swap files, on the drive to measure.")
+    model: str = option("Preset that is trained.", default="gpt2-small")
+    batch_size: int = option("Sequences of a micro-batch.", default=1)
+    seq_len: int = option("Tokens of a sequence.", default=256)
+    micro_batches: int = option(
+        "Micro-batches of a step; with more than one layer-major order is measured too.", default=1
     )
-    dtype: str = typer.Option("auto", help="bf16, fp32; auto: the one that suits this machine.", **dtypes())
-    rounds: int = typer.Option(5, help="Rounds; each runs all contenders in turns.")
-    steps: int = typer.Option(3, help="Steps of a turn that count; two before them do not.")
-    recompute: bool = typer.Option(False, "--recompute", help="Models compute their activations again in the backward.")
-    gpu_memory: str | None = typer.Option(
-        None, help="GPU memory that each contender but plain may take, as 24GiB. [default: all]"
+    dtype: str = option("bf16, fp32; auto: the one that suits this machine.", default="auto", **dtypes())
+    rounds: int = option("Rounds; each runs all contenders in turns.", default=5)
+    steps: int = option("Steps of a turn that count; two before them do not.", default=3)
+    recompute: bool = switch("Models compute their activations again in the backward.")
+    gpu_memory: str | None = option("GPU memory that each contender but plain may take, as 24GiB. [default: all]")
+    threads: int | None = option("Threads of each contender. [default: all cores]")
+    only: tuple[str, ...] = option(
+        "Only contenders whose names begin with this, and plain; may repeat. [default: all]", default=()
     )
-    threads: int | None = typer.Option(None, help="Threads of each contender. [default: all cores]")
-    only: list[str] | None = typer.Option(
-        None, help="Only contenders whose names begin with this, and plain; may repeat. [default: all]"
-    )
-    plot: Path | None = typer.Option(None, metavar="FILE", help="Draw the result: .png, .svg or .pdf.")
-    json_output: Json = False
+    plot: Path | None = option("Draw the result: .png, .svg or .pdf.", metavar="FILE")
 
 
 @bench.command("train", cls=Command)
 @takes_options(TrainBenchOptions)
-def bench_train(typed: TrainBenchOptions) -> None:
+def bench_train(typed: TrainBenchOptions, json_output: Json = False) -> None:
     """Measure training beside other packages. Plain PyTorch, offload in its placements, DeepSpeed, FSDP2 and torchao.
 
     Contenders: plain; offload none/none, cpu/cpu, cpu/nvme, nvme/nvme (weights/states), with several micro-batches
@@ -422,18 +412,18 @@ def bench_train(typed: TrainBenchOptions) -> None:
     from offload.bench.train import figures, loops, plan
     from offload.hardware.info import machine
 
-    console = Console(stderr=typed.json_output, highlight=False)
+    console = Console(stderr=json_output, highlight=False)
     with errors(BAD_INPUT):
         check_plot(typed.plot)
         names = ("model", "batch_size", "seq_len", "micro_batches", "dtype", "rounds", "steps", "recompute", "threads")
         options = {name: getattr(typed, name) for name in names}
         limit = _size(typed.gpu_memory)
-        checked = plan.make_plan(typed.folder, **options, gpu_memory=limit, only=typed.only or ())
+        checked = plan.make_plan(typed.folder, **options, gpu_memory=limit, only=typed.only)
     with errors(FAILED), signals(), status_line(console) as tell:
         # Swap files are created: signals raise, so that the files are removed and the running contender ends.
         result = loops.measure(checked, tell)
     rows = figures.make_rows(checked, result)
-    if typed.json_output:
+    if json_output:
         print(json.dumps(figures.as_json(machine(), checked, result)), flush=True)
     else:
         for line in figures.heading(checked, result.rates):
@@ -453,19 +443,18 @@ def bench_train(typed: TrainBenchOptions) -> None:
 class CardOptions:
     """Options of `offload bench card` as they are typed. None stands for an option that was not given."""
 
-    folder: Path = typer.Argument(help="Folder for swap files, on the drive to measure.")
-    gpu_memory: str | None = typer.Option(None, help="GPU memory that may be taken, as 24GiB. [default: all]")
-    minutes: float = typer.Option(12.0, help="Minutes that the command may take.")
-    only: list[str] | None = typer.Option(
-        None, help="Only these: models, which are presets, text, peers; may repeat. [default: all]"
+    folder: Path = argument("Folder for swap files, on the drive to measure.")
+    gpu_memory: str | None = option("GPU memory that may be taken, as 24GiB. [default: all]")
+    minutes: float = option("Minutes that the command may take.", default=12.0)
+    only: tuple[str, ...] = option(
+        "Only these: models, which are presets, text, peers; may repeat. [default: all]", default=()
     )
-    output: Path | None = typer.Option(None, metavar="FILE", help="Write all figures to a file, as JSON.")
-    json_output: Json = False
+    output: Path | None = option("Write all figures to a file, as JSON.", metavar="FILE")
 
 
 @bench.command("card", cls=Command)
 @takes_options(CardOptions)
-def bench_card(typed: CardOptions) -> None:
+def bench_card(typed: CardOptions, json_output: Json = False) -> None:
     """Write a page about this machine. Which models it trains, how fast, what limits them, and what others do.
 
     A row a model, as the planner places it, beside its prediction and its slowest resource; where a step's time goes;
@@ -482,11 +471,11 @@ def bench_card(typed: CardOptions) -> None:
         limit = _size(typed.gpu_memory)
         from offload.bench import card, card_page
 
-        plan = card.check(typed.folder, limit, typed.minutes, typed.only or ())
+        plan = card.check(typed.folder, limit, typed.minutes, typed.only)
     with errors(FAILED), signals():
         # Signals raise here, so that the running process ends and the swap files are removed.
         report = card.measure(plan, typed.output, lambda line: echo(line, err=True))
-    if typed.json_output:
+    if json_output:
         print(json.dumps(report), flush=True)
     else:
         echo(card_page.page(report))

@@ -10,14 +10,13 @@ import socket
 import stat
 import sys
 from collections.abc import Mapping
-from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
 
 import typer
 
 from offload.cli.console import BAD_INPUT, FAILED, errors
-from offload.cli.options import Grouped, option, takes_options
+from offload.cli.options import Grouped, takes_options
 from offload.cli.signals import signals
 from offload.errors import UsageError
 from offload.fileio.inner_files import read_bounded
@@ -97,50 +96,6 @@ _HOSTFILE = Path("/job/hostfile")
 _ENVIRONMENT_FILE = ".deepspeed_env"
 
 
-@dataclass(frozen=True, kw_only=True)
-class _Typed:
-    """Options of `offload launch` as they are typed."""
-
-    script: str = typer.Argument(help="The script; with --module a module.")
-    arguments: list[str] | None = typer.Argument(None, help="Arguments of the script.")
-    hostfile: Path | None = option(
-        "A line `host slots=4` for each host. Without: /job/hostfile if there is one, or the nodes of Slurm's job, "
-        "or this machine.",
-        "-H",
-        group="Hosts",
-    )
-    include: str = option("Use these alone: worker-0@worker-1:0,2 is all of worker-0 and two slots.", "-i", default="")
-    exclude: str = option("Use all but these, in the same form.", "-e", default="")
-    num_nodes: int | None = option("Use the first N hosts.", min=1)
-    launcher: str | None = option(
-        "How hosts are reached: ssh, or slurm by srun. [default: slurm inside of a job of several nodes, without a "
-        "hostfile; else ssh]"
-    )
-    launcher_args: str = option("More options of ssh or srun, in quotes.", default="")
-    ssh_port: int | None = option("Port of ssh. [default: ssh's own]", min=1, max=65535)
-    num_gpus: int | None = option(
-        "Ranks of each host. [default: the slots of a hostfile; else one for each GPU]",
-        "--num-accelerators",
-        group="Ranks",
-        min=1,
-    )
-    max_restarts: int = option(
-        'Start all ranks again after one has failed, N times at most; "resume": "auto" continues from the last commit.',
-        default=0,
-        min=0,
-    )
-    enable_each_rank_log: str | None = option("Write the outputs of each rank into this folder.", metavar="PATH")
-    master_addr: str | None = option("An address of the first host. [default: its name]", group="Meeting place")
-    master_port: int | None = option("A port there that is free. [default: 29500; on one host any]", min=1, max=65535)
-    no_ssh: bool = option("Start the ranks of this host alone; the same command runs on each, with its number.")
-    node_rank: int | None = option("Number of this host, from 0, with --no-ssh.", min=0)
-    module: bool = option("Run a module, as python -m does.", "-m", group="Start")
-    no_python: bool = option("Run the script itself, without Python.")
-    no_local_rank: bool = typer.Option(False, "--no-local-rank", hidden=True)
-    no_ssh_check: bool = typer.Option(False, "--no-ssh-check", hidden=True)
-    dry_run: bool = option("Print the commands, and run nothing.")
-
-
 class Launch(Grouped):
     """The command. It gives advice in place of options of DeepSpeed's launcher that it lacks."""
 
@@ -158,8 +113,8 @@ class Launch(Grouped):
         return parsed
 
 
-@takes_options(_Typed)
-def launch(typed: _Typed) -> None:
+@takes_options(LaunchOptions)
+def launch(options: LaunchOptions) -> None:
     """Run a script on several GPUs and hosts. It takes the options and the hostfile of DeepSpeed's launcher.
 
     It starts a torchrun on each host, and ends all when one fails. In the
@@ -170,10 +125,10 @@ def launch(typed: _Typed) -> None:
     Example: offload launch --hostfile hosts --num-gpus 8 train.py --deepspeed ds_config.json
     """
     with errors(BAD_INPUT):
-        commands = _commands(typed, os.environ)
-        if not typed.dry_run:
+        commands = _commands(options, os.environ)
+        if not options.dry_run:
             _check_programs(commands)
-    if typed.dry_run:
+    if options.dry_run:
         for command in commands:
             typer.echo(str(command))
         return
@@ -182,9 +137,9 @@ def launch(typed: _Typed) -> None:
         only = commands[0]
         with errors(BAD_INPUT):
             # Checked here, since torchrun would report a missing script once per rank.
-            if not (typed.module or typed.no_python or Path(typed.script).is_file()):
+            if not (options.module or options.no_python or Path(options.script).is_file()):
                 raise UsageError(
-                    f"there is no script {typed.script} in {Path.cwd()}; for a module of Python add --module"
+                    f"there is no script {options.script} in {Path.cwd()}; for a module of Python add --module"
                 )
         # torchrun replaces this process, so that signals, exit code and tracebacks are torchrun's own.
         os.execvpe(only.arguments[0], only.arguments, {**os.environ, **only.environment})
@@ -193,14 +148,10 @@ def launch(typed: _Typed) -> None:
     raise typer.Exit(status)
 
 
-def _commands(typed: _Typed, environ: Mapping[str, str]) -> list[Command]:
-    if typed.enable_each_rank_log == "":
+def _commands(options: LaunchOptions, environ: Mapping[str, str]) -> list[Command]:
+    if options.enable_each_rank_log == "":
         raise UsageError("--enable-each-rank-log is empty: give a folder, or leave it out")
-    names = {field.name for field in fields(LaunchOptions)}
-    given = {name: value for name, value in vars(typed).items() if name in names}
-    given |= {"arguments": tuple(typed.arguments or ()), "rank_logs": typed.enable_each_rank_log}
-    options = LaunchOptions(**given)
-    hostfile, exports = _read_hostfile(typed.hostfile), _read_environment(environ)
+    hostfile, exports = _read_hostfile(options.hostfile), _read_environment(environ)
     gpus = None
     if asks_for_gpus(options, hostfile is not None, environ):
         import torch  # takes seconds, and nothing else of this command needs it

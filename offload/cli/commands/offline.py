@@ -13,17 +13,17 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, TextIO
 
-import typer
-
 from offload.cli.console import FAILED, Json, errors
-from offload.cli.options import dtypes, option, takes_options
+from offload.cli.options import takes_options
 from offload.cli.signals import signals
 from offload.errors import ConfigError, printable
+from offload.offline.options import ModelOptions
+from offload.options import option, switch
 from offload.sizes import count_of, format_size
 
 if TYPE_CHECKING:
     from offload.finetune.corpus.documents import Chat, Prompt
-    from offload.offline.open_model import ModelOptions, OpenModel
+    from offload.offline.open_model import OpenModel
 
 _OUTPUT: Any = option(
     "Write the lines to this file, which must not exist. [default: stdout]", group="Data", metavar="FILE"
@@ -31,51 +31,10 @@ _OUTPUT: Any = option(
 
 
 @dataclass(frozen=True, kw_only=True)
-class _Placed:
-    """Options of all commands: which model runs, and where."""
+class ScoreOptions(ModelOptions):
+    """Options of `offload score`."""
 
-    model: str = typer.Argument(
-        metavar="MODEL",
-        help="A folder with config.json, tokenizer and safetensors; a model of the hub; an adapter; or a run.",
-        rich_help_panel="Data",
-    )
-    base: str | None = option(
-        "Folder or hub name of an adapter's base model. [default: the one that the adapter names]", group="Data"
-    )
-    config: Path | None = option(
-        "DeepSpeed JSON file. An option of the command line overrules it.", "--deepspeed", group="Placement"
-    )
-    dtype: str | None = option(
-        "Dtype of the weights. Another one than the files' needs RAM for all of them. [default: that of the files]",
-        **dtypes("bf16", "fp16", "fp32"),
-    )
-    host_memory: str | None = option(
-        "Host budget, as 16GiB: more holds weights between uses. [default: what is needed]"
-    )
-    device_memory: str | None = option(
-        "Device budget for weights, as 8GiB, or 50%: that share stays. [default: three of the largest layer]"
-    )
-    device: str | None = option("Where to compute: auto, cpu, cuda, or another accelerator of torch. [default: auto]")
-
-    json_output: Json = False
-
-    def placement(self) -> ModelOptions:
-        from offload.offline.open_model import ModelOptions
-
-        return ModelOptions(
-            config=self.config,
-            dtype=self.dtype,
-            device=self.device,
-            host_memory=self.host_memory,
-            device_memory=self.device_memory,
-        )
-
-
-@dataclass(frozen=True, kw_only=True)
-class _Scored:
-    """Options of `offload score` about the records to score."""
-
-    data: list[Path] = option(
+    data: tuple[Path, ...] = option(
         'Records: a *.jsonl file with {"text"}, {"messages"} or {"prompt", "completion"} a line, *.parquet or '
         "*.csv with such columns, a text file, or a folder of these; may repeat.",
         default=...,
@@ -93,23 +52,19 @@ class _Scored:
 
 
 @dataclass(frozen=True, kw_only=True)
-class ScoreOptions(_Placed, _Scored):
-    """Options of `offload score`; the help lists the fields of the last base first."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class _Generated:
-    """Options of `offload generate` about the prompts and the sampling."""
+class GenerateOptions(ModelOptions):
+    """Options of `offload generate`."""
 
     prompt: str | None = option(
         "A question, which the tokenizer's chat template makes a prompt of; without a template a text to continue. "
         "The answer is printed as it is.",
         group="Data",
     )
-    raw: bool = option("Continue the text of --prompt itself, without the chat template.")
-    data: list[Path] | None = option(
+    raw: bool = switch("Continue the text of --prompt itself, without the chat template.")
+    data: tuple[Path, ...] = option(
         'Prompts: a *.jsonl file with {"prompt"}, {"text"} or {"messages"} a line, *.parquet or *.csv with such '
         "columns, a text file, or a folder of these; may repeat.",
+        default=(),
         metavar="PATH",
     )
     output: Path | None = _OUTPUT
@@ -117,7 +72,7 @@ class _Generated:
         "Prompts that are continued at a time: the weights are read once a token.", default=8, group="Data"
     )
     max_new_tokens: int = option("Most tokens of a continuation.", default=64, group="Sampling")
-    do_sample: bool = option("Draw tokens by their probabilities; else the most probable one.")
+    do_sample: bool = switch("Draw tokens by their probabilities; else the most probable one.")
     temperature: float | None = option("With --do-sample: below 1 sharper, above 1 flatter.")
     seed: int = option("Seed of --do-sample.", default=0)
     static_cache: int | None = option(
@@ -133,28 +88,18 @@ class _Generated:
 
 
 @dataclass(frozen=True, kw_only=True)
-class GenerateOptions(_Placed, _Generated):
-    """Options of `offload generate`; the help lists the fields of the last base first."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class _Talked:
-    """Options of `offload chat` about the conversation and the sampling."""
+class ChatOptions(ModelOptions):
+    """Options of `offload chat`."""
 
     system: str | None = option("A system message before the first of yours.", group="Data")
     max_new_tokens: int = option("Most tokens of an answer.", default=512, group="Sampling")
-    do_sample: bool = option("Draw tokens by their probabilities; else the most probable one.")
+    do_sample: bool = switch("Draw tokens by their probabilities; else the most probable one.")
     temperature: float | None = option("With --do-sample: below 1 sharper, above 1 flatter.")
     seed: int = option("Seed of --do-sample.", default=0)
 
 
-@dataclass(frozen=True, kw_only=True)
-class ChatOptions(_Placed, _Talked):
-    """Options of `offload chat`; the help lists the fields of the last base first."""
-
-
 @takes_options(ScoreOptions)
-def score(typed: ScoreOptions) -> None:
+def score(typed: ScoreOptions, json_output: Json = False) -> None:
     """Score records by a model larger than the RAM. Log-likelihood and perplexity, or the reward of a classifier.
 
     Example: offload score ./llama-70b --data chats.jsonl --output scores.jsonl
@@ -171,9 +116,9 @@ def score(typed: ScoreOptions) -> None:
 
         # Missing data are reported before a model of many gigabytes is opened.
         files = find_data(typed.data)
-        with _lines(typed.output, typed.json_output) as (write, kept):
+        with _lines(typed.output, json_output) as (write, kept):
             rows = {"rows": typed.micro_batch_size, "batch": typed.batch_size, "seq_len": typed.seq_len}
-            with _opened(typed, typed.placement(), scores=True, **rows) as model:
+            with _opened(typed, scores=True, **rows) as model:
                 measured, total = _Measured(model), Total()
                 found = scores(
                     model,
@@ -198,12 +143,12 @@ def score(typed: ScoreOptions) -> None:
             )
         if total.cut:
             _say(f"{count_of(total.cut, 'record was', 'records were')} cut to a row; a longer --seq-len cuts less")
-        if typed.json_output:
+        if json_output:
             _print_json({**vars(total), "perplexity": total.perplexity, **facts, "scores": kept})
 
 
 @takes_options(GenerateOptions)
-def generate(typed: GenerateOptions) -> None:
+def generate(typed: GenerateOptions, json_output: Json = False) -> None:
     """Continue prompts by a model larger than the RAM.
 
     Example: offload generate ./llama-70b --prompt "Why is the sky blue?" --max-new-tokens 32
@@ -215,10 +160,11 @@ def generate(typed: GenerateOptions) -> None:
         _check_generation(typed)
         from offload.finetune.corpus.documents import find_data, read_prompts
         from offload.offline.generate import completions, encode_fitting, question
+        from offload.offline.open_model import StaticCacheSize
 
         on_host = typed.static_cache_on == "host"
         # Files are searched now and read later.
-        prompts: Iterable[Prompt | Chat] = read_prompts(find_data(typed.data or []))
+        prompts: Iterable[Prompt | Chat] = read_prompts(find_data(typed.data))
         prompt = typed.prompt
 
         def check(tokenizer: Any, config: Any) -> None:
@@ -229,12 +175,10 @@ def generate(typed: GenerateOptions) -> None:
                 prompts = [asked]
                 encode_fitting(asked, tokenizer, config, max_new_tokens=typed.max_new_tokens, cached=typed.static_cache)
 
-        with _lines(typed.output, typed.json_output) as (write, kept):
+        with _lines(typed.output, json_output) as (write, kept):
             rows = 1 if typed.prompt is not None else typed.batch_size
-            placement = dataclasses.replace(
-                typed.placement(), static_cache=typed.static_cache, cache_on_host=on_host, rows=rows
-            )
-            with _opened(typed, placement, check=check) as model:
+            cache = None if typed.static_cache is None else StaticCacheSize(typed.static_cache, rows, on_host)
+            with _opened(typed, cache=cache, check=check) as model:
                 import torch
 
                 measured = _Measured(model)
@@ -252,18 +196,18 @@ def generate(typed: GenerateOptions) -> None:
                     **sampling,
                 ):
                     count, tokens = count + 1, tokens + completion.tokens
-                    if typed.prompt is not None and typed.output is None and not typed.json_output:
+                    if typed.prompt is not None and typed.output is None and not json_output:
                         # A model may generate characters that control the terminal.
                         print(printable(completion.text) if sys.stdout.isatty() else completion.text)
                     else:
                         write(completion.line())
                 facts = measured.report(f"{count_of(count, 'prompt')}, {count_of(tokens, 'new token')}", tokens)
-        if typed.json_output:
+        if json_output:
             _print_json({"prompts": count, "tokens": tokens, **facts, "completions": kept})
 
 
 @takes_options(ChatOptions)
-def chat(typed: ChatOptions) -> None:
+def chat(typed: ChatOptions, json_output: Json = False) -> None:
     """Talk to a model larger than the RAM, by its chat template.
 
     Example: offload chat ./my-llama --system "Answer briefly."
@@ -276,7 +220,7 @@ def chat(typed: ChatOptions) -> None:
         _check_sampling(typed)
         from offload.offline.generate import Conversation, check_chat_template
 
-        with _opened(typed, typed.placement(), check=check_chat_template) as model:
+        with _opened(typed, check=check_chat_template) as model:
             import torch
 
             measured = _Measured(model)
@@ -288,13 +232,13 @@ def chat(typed: ChatOptions) -> None:
             answers: list[str] = []
             for message in _messages():
                 # A model may generate characters that control the terminal.
-                show = (lambda text: print(printable(text), end="", flush=True)) if not typed.json_output else None
+                show = (lambda text: print(printable(text), end="", flush=True)) if not json_output else None
                 answers.append(conversation.answer(message, show))
                 if show is not None:
                     print(flush=True)
             tokens = conversation.tokens
             facts = measured.report(f"{count_of(len(answers), 'answer')}, {count_of(tokens, 'new token')}", tokens)
-        if typed.json_output:
+        if json_output:
             _print_json({"answers": answers, "tokens": tokens, **facts})
 
 
@@ -338,7 +282,7 @@ def _check_generation(typed: GenerateOptions) -> None:
 
 
 @contextlib.contextmanager
-def _opened(typed: _Placed, placement: ModelOptions, **options: Any) -> Iterator[OpenModel]:
+def _opened(typed: ModelOptions, **options: Any) -> Iterator[OpenModel]:
     """Yields the model of a folder, an adapter or a run, by `open_model`. `_measured` alone reports lines on it."""
     from offload.hub import local_model
     from offload.offline.open_model import open_model
@@ -348,7 +292,7 @@ def _opened(typed: _Placed, placement: ModelOptions, **options: Any) -> Iterator
     with as_folder(Path(local_model(typed.model)), _say) as folder:
         # The command prints the lines of the start itself, remarks too, which logging leaves out by default.
         notices.setLevel(logging.ERROR)
-        model = open_model(str(folder), placement, base=typed.base, **options)
+        model = open_model(dataclasses.replace(typed, model=str(folder)), **options)
         notices.setLevel(logging.INFO)
         with model.engine:
             yield model

@@ -12,11 +12,11 @@ from typing import TYPE_CHECKING, Any, Literal
 import typer
 
 from offload.cli.console import BAD_INPUT, FAILED, Json, echo, errors, make_console
-from offload.cli.options import dtypes
 from offload.cli.signals import signals
 from offload.errors import ConfigError, StoreError, UsageError
 from offload.fileio import real_path
 from offload.notices import shell_command
+from offload.options import dtypes
 from offload.sizes import count_of, format_size, parse_size
 
 if TYPE_CHECKING:

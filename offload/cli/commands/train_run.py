@@ -30,6 +30,7 @@ from offload.cli.console import BAD_INPUT, FAILED, code_of, make_table
 from offload.cli.signals import AT_ONCE, ENDING, exit_on_signal, handlers, in_finalizer
 from offload.errors import ConfigError, IoError, OffloadError, is_damage, naming_memory, printable
 from offload.fileio.jsonl import hold_log, json_line
+from offload.finetune.options import Options, in_options
 from offload.interrupts import exit_on_next_signal, signal_later
 from offload.launch.environment import rank_number
 from offload.notices import ENDS, shell_command
@@ -139,17 +140,15 @@ class ProgressLine:
             text += f"  {format_size(given_back)} of RAM given back"
         if self._progress is not None:
             self._progress.update(self._task, completed=report.step, description=text)
-        if self._is_due(report.step):
-            # A monotonic clock: the wall clock may be set during a training.
-            self._last_printed = time.monotonic()
-            self.print(f"step {report.step}/{self._job.steps}  {text}")
-
-    def _is_due(self, step: int) -> bool:
-        """Returns True if the step gets a plain line: every `every` steps, or every few seconds without a terminal."""
+        # A monotonic clock: the wall clock may be set during a training.
+        now, last = time.monotonic(), report.step == self._job.steps
         if self._every is not None:
-            return step % self._every == 0 or step == self._job.steps
-        # Five seconds keep log files of batch systems short.
-        return self._progress is None and (step == self._job.steps or time.monotonic() - self._last_printed > 5)
+            due = last or report.step % self._every == 0
+        else:  # five seconds keep log files of batch systems short
+            due = self._progress is None and (last or now - self._last_printed > 5)
+        if due:
+            self._last_printed = now
+            self.print(f"step {report.step}/{self._job.steps}  {text}")
 
 
 # -- train summary -------------------------------------------------------------------------------------
@@ -251,9 +250,7 @@ class Stopped(KeyboardInterrupt):
         self.number = number
 
 
-def _quit(error: BaseException, code: int, options: Any) -> NoReturn:
-    from offload.finetune.options import in_options
-
+def _quit(error: BaseException, code: int, options: Options) -> NoReturn:
     print(f"error: {printable(in_options(str(error), options))}", file=sys.stderr)
     raise typer.Exit(code)
 
@@ -390,7 +387,7 @@ class Training:
     shares: list[float] = dataclasses.field(default_factory=list)
     """For each step, the fraction of the cores that other processes used."""
 
-    def go(self, options: Any) -> None:
+    def go(self, options: Options) -> None:
         """Runs the job. Errors and signals end the process with their message and exit code."""
         from offload.config import read_json
         from offload.finetune.corpus.chats import Example
@@ -413,9 +410,8 @@ class Training:
                 # `prepare` found an identical job that has ended: the JSON line appears in this case too.
                 if isinstance(job, Finished):
                     self.console.print(job.message, markup=False)
-                    self._result(
-                        _Result(run=job.run, saved=_path(job.output), steps=job.steps, total_steps=job.total_steps)
-                    )
+                    result = _Result(run=job.run, saved=_path(job.output), steps=job.steps, total_steps=job.total_steps)
+                    self._json(vars(result))
                     return
                 if isinstance(job, Example):
                     self._show_example(job)
@@ -451,7 +447,7 @@ class Training:
         shown = example.encode(encoding, "backslashreplace").decode(encoding)
         self.console.print(f"  {shown}", markup=False, emoji=False)
 
-    def _train(self, job: Any, options: Any, signals: Signals) -> None:
+    def _train(self, job: Any, options: Options, signals: Signals) -> None:
         engine = job.engine
         ended = engine.global_steps >= job.steps
         # From now on to the end of the process: the last commit may have something to say too, also after an error.
@@ -501,7 +497,7 @@ class Training:
                 _quit(error, FAILED, options)
         if options.push_to_hub is not None and engine.global_rank == 0:
             try:
-                self._push(job, options, result)
+                self._push(job, options, options.push_to_hub, result)
             except (ConfigError, OSError) as error:
                 _quit(error, FAILED, options)
 
@@ -524,7 +520,7 @@ class Training:
             line.print(f"step {report.step}: saved in {report.folder}")
 
     @contextmanager
-    def _ended_on_error(self, job: Any, options: Any) -> Iterator[None]:
+    def _ended_on_error(self, job: Any, options: Options) -> Iterator[None]:
         """Commits and keeps the complete steps if an error or a signal ends the job inside the context."""
         try:
             with naming_memory():
@@ -549,9 +545,9 @@ class Training:
             self.console.print(f"saved in {job.output}; try it: {try_it}", markup=False)
         elif remove:
             self.console.print("what was trained is not saved; --output FOLDER saves it", markup=False)
-        self._result(result)
+        self._json(vars(result))
 
-    def _push(self, job: Any, options: Any, result: _Result) -> None:
+    def _push(self, job: Any, options: Options, repository: str, result: _Result) -> None:
         """Sends the output to the hub, with a card of the base model, the data and the losses."""
         from offload.hub import push
 
@@ -574,8 +570,8 @@ class Training:
             "evaluation loss": "" if result.eval_loss is None else f"{result.eval_loss:.4f}",
         }
         lines = "".join(f"| {name} | {value.replace('|', ' ')} |\n" for name, value in card.items() if value)
-        text = f"# {options.push_to_hub}\n\nThis {what} was trained by `offload train`.\n\n| | |\n|---|---|\n{lines}"
-        url = push(job.output, options.push_to_hub, about, text)
+        text = f"# {repository}\n\nThis {what} was trained by `offload train`.\n\n| | |\n|---|---|\n{lines}"
+        url = push(job.output, repository, about, text)
         self.console.print(f"sent to {url}", markup=False)
 
     def _end(self, job: Any, damaged: bool = False) -> None:
@@ -633,10 +629,15 @@ class Training:
         seconds = statistics.median(report.seconds for report in steady)
         read, written = (statistics.median(getattr(r, f"{name}_bytes") for r in steady) for name in ("read", "written"))
         rate = rate_words(vars(result))
+        evaluated = []
+        if self.evaluations:
+            last, best = self.evaluations[-1], min(self.evaluations, key=lambda evaluation: evaluation.loss)
+            lowest = f", least {best.loss:.4f} at step {best.step}" if best is not last else ""
+            evaluated = [("evaluation loss", f"{last.loss:.4f}{lowest}")]
         table = [
             ("steps", f"{self.reports[0].step} to {self.reports[-1].step}"),
             ("loss", f"{self.reports[0].loss:.4f} to {self.reports[-1].loss:.4f}"),
-            *self._evaluated(),
+            *evaluated,
             ("median step", f"{seconds:.3f} s, {steady[-1].tokens / seconds:,.0f} tokens/s"),
             *((("rate", rate),) if rate else ()),
             ("read, written a step", f"{format_size(read)}, {format_size(written)}"),
@@ -648,15 +649,6 @@ class Training:
             *rows(self.reports, vars(result)),
         ]
         self.console.print(make_table((), table))
-
-    def _evaluated(self) -> Iterator[tuple[str, str]]:
-        if self.evaluations:
-            best = min(self.evaluations, key=lambda each: each.loss)
-            lowest = f", least {best.loss:.4f} at step {best.step}" if best is not self.evaluations[-1] else ""
-            yield "evaluation loss", f"{self.evaluations[-1].loss:.4f}{lowest}"
-
-    def _result(self, result: _Result) -> None:
-        self._json(vars(result))
 
     def _json(self, content: Mapping[str, Any]) -> None:
         if self.json_output:
