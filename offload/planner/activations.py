@@ -353,11 +353,11 @@ def beside(memory: Memory, shape: Shape, load: Load) -> BesideBudgets:
     activations = need(shape, load).device * 17 // 16
     # A unit that is used twice has tied weights. The engine adds the gradients of a table in pieces itself.
     tied = shape.uncut is None and len(set(units)) < len(units)
-    head = memory.layouts[units[-1]].numel if units else 0
+    head = memory.request.layouts[units[-1]].numel if units else 0
     # A chunked loss holds a copy of the head's weights, and then the head's gradient, which the activations count. The
     # rest of the backward takes no more if the head is the largest unit, except for the second gradient of a tied one,
     # and for those of others if the head is frozen.
-    if load.chunked_loss and head == max(layout.numel for layout in memory.layouts):
+    if load.chunked_loss and head == max(layout.numel for layout in memory.request.layouts):
         more = max((2 if tied else 1) * parts.largest_gradient - sum(_summed(shape, load)), 0)
         return BesideBudgets(more, copy=head_copy(shape, load), activations=activations)
     # torch adds the two gradients of a tied parameter into new memory.

@@ -7,7 +7,7 @@ plan assumed uses exactly the planned bytes.
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields, replace
 from typing import Any, NamedTuple
 
 from offload.config import Config, load_config
@@ -27,8 +27,8 @@ from offload.layout.memory_plan import (
 from offload.layout.modes import ADAM, TORCH, Mode
 from offload.layout.optimizer_states import for_rule, with_states_of_torch
 from offload.layout.pass_order import makes_early_updates
-from offload.layout.placement import MachineMemory, Placement, least_host
-from offload.layout.tiers import Partitions, PlacementRequest, tier_nbytes
+from offload.layout.placement import MachineMemory, least_host
+from offload.layout.tiers import tier_nbytes
 from offload.sizes import align_up
 from offload.states import State, Tier
 from offload.swapper.store.model_files import FileRange, InPlaceLayout
@@ -61,26 +61,15 @@ class MemoryRow(NamedTuple):
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Memory:
-    """The bytes of a run in each tier, except activations and libraries."""
+class Memory(MemoryPlan):
+    """The plan of a run's memory, with its bytes in each tier, except activations and libraries."""
 
-    config: Config
-    mode: Mode
-    layouts: tuple[UnitLayout, ...]
-    parts: Partitions
-    asked: PlacementRequest
-    placement: Placement
-    slots: int
-    shadowed: frozenset[int]
-    """Units with one slot more than `slots`."""
-    early_units: frozenset[int]
-    """Units whose update may begin under the backward."""
-    notices: tuple[str, ...]
-    machine: MachineMemory
-    commit_every: int
-    """Steps between commits; 0 without commits. If a drive budget decides, the fewest commits until `timed` knows."""
-    in_place_layouts: tuple[InPlaceLayout | None, ...] = ()
-    """As in `MemoryRequest`: about as the files will have them."""
+    early: frozenset[int]
+    """The `early_units` of the run, which decides them before `timed` knows how often a drive budget lets it commit."""
+
+    @property
+    def config(self) -> Config:
+        return self.request.config
 
     @property
     def budget(self) -> DriveBudget | None:
@@ -98,7 +87,7 @@ class Memory:
     @property
     def least_host(self) -> int:
         """Returns the bytes of the smallest host budget that works."""
-        return sum(least_host(self.parts, self.mode, self.asked, self.machine))
+        return sum(least_host(self.parts, self.mode, self.asked, self.request.machine))
 
     @property
     def rows(self) -> tuple[MemoryRow, ...]:
@@ -145,7 +134,7 @@ class Memory:
         """Returns the additional bytes on disk of exported weights."""
         return sum(
             segment.value_numel * layout.mode_in(self.mode).weight_dtype.itemsize
-            for layout in self.layouts
+            for layout in self.request.layouts
             for segment in layout.segments
         )
 
@@ -184,7 +173,6 @@ def settle(
         unified=room.unified,
     )
     early = makes_early_updates(config.offload.speculate, room.device == 0) if speculate is None else speculate
-    in_place_layouts = _in_place_layouts(layouts, mode_of(config, rule))
     placed = place_states(
         MemoryRequest(
             config=config,
@@ -196,7 +184,7 @@ def settle(
             replicas=replicas,
             speculate=early,
             in_turns=in_turns,
-            in_place_layouts=in_place_layouts,
+            in_place_layouts=_in_place_layouts(layouts, mode_of(config, rule)),
         )
     )
     # The steps below are those of `initialize`, in the same order.
@@ -204,21 +192,10 @@ def settle(
     plan = plan_memory(placed, slots, _no_room(placed, room, may_fall_back) if slots == 2 else None)
     short = room.disk is not None and room.disk < plan.shadows_need
     plan = with_shadows(plan, room.disk if short else None)
-    return Memory(
-        config=config,
-        mode=plan.mode,
-        layouts=layouts,
-        parts=plan.parts,
-        asked=plan.asked,
-        placement=plan.placement,
-        slots=plan.slots,
-        shadowed=plan.shadowed,
-        early_units=plan.early_units,
-        notices=plan.notices,
-        machine=machine,
-        commit_every=int(LONGEST) if config.offload.thins_commits and plan.commit_every > 1 else plan.commit_every,
-        in_place_layouts=in_place_layouts,
-    )
+    memory = Memory(**{field.name: getattr(plan, field.name) for field in fields(plan)}, early=plan.early_units)
+    # Until `timed` knows, a drive budget allows the fewest commits.
+    thinned = config.offload.thins_commits and plan.commit_every > 1
+    return replace(memory, commit_every=int(LONGEST)) if thinned else memory
 
 
 def _in_place_layouts(layouts: Sequence[UnitLayout], mode: Mode) -> tuple[InPlaceLayout | None, ...]:

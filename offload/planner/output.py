@@ -399,7 +399,7 @@ def _of_spare_ram(planned: Planned) -> list[str]:
     if not memory.spilled or spare <= 0:
         return []
     if memory.config.offload.host_memory is None:
-        ram, machine = planned.hardware.ram, memory.machine
+        ram, machine = planned.hardware.ram, memory.request.machine
         most = usable_host(ram, own_device_memory=machine.own_device_memory)
         why = (
             f'without "host_memory" a budget is at most {format_size(most)} of {format_size(ram)} of free RAM, which '
@@ -603,20 +603,19 @@ def ranks_json(name: str, cluster: Cluster, plans: dict[int, RanksPlan]) -> dict
         "model": name,
         "cluster": cluster._asdict(),
         "best": fastest(plans).stage,
-        "stages": [_ranks_json(plan) for plan in plans.values()],
-    }
-
-
-def _ranks_json(plan: RanksPlan) -> dict[str, Any]:
-    return {
-        **{name: getattr(plan, name) for name in ("stage", "weights", "states", "device", "host", "disk")},
-        **{name: getattr(plan.load, name) for name in ("batch", "accumulation", "recompute")},
-        "sent": {kind: sent._asdict() for kind, sent in plan.traffic._asdict().items()},
-        "busy_seconds": {name: rounded(value) for name, value in plan.busy.items()},
-        "limit": plan.limit,
-        "seconds": rounded(plan.seconds),
-        "tokens": plan.tokens,
-        "tokens_per_second": rounded(plan.tokens_per_second),
+        "stages": [
+            {
+                **{name: getattr(plan, name) for name in ("stage", "weights", "states", "device", "host", "disk")},
+                **{name: getattr(plan.load, name) for name in ("batch", "accumulation", "recompute")},
+                "sent": {kind: sent._asdict() for kind, sent in plan.traffic._asdict().items()},
+                "busy_seconds": {name: rounded(value) for name, value in plan.busy.items()},
+                "limit": plan.limit,
+                "seconds": rounded(plan.seconds),
+                "tokens": plan.tokens,
+                "tokens_per_second": rounded(plan.tokens_per_second),
+            }
+            for plan in plans.values()
+        ],
     }
 
 

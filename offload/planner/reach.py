@@ -134,7 +134,7 @@ def _budgets(shape: Shape, hardware: Hardware, load: Load, content: Mapping[str,
     yield content
     if memory.config.offload.host_memory is None and memory.placement.on_disk:
         left = hardware.ram - memory.least_host
-        rest = usable_host(left, own_device_memory=memory.machine.own_device_memory) // PAGE * PAGE
+        rest = usable_host(left, own_device_memory=memory.request.machine.own_device_memory) // PAGE * PAGE
         both = {"host_memory": memory.least_host + rest, "activation_memory": rest}
         yield {**content, "offload": {**content.get("offload", {}), **both}}
 

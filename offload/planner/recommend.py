@@ -310,7 +310,7 @@ def _budgets(planned: Planned) -> Iterator[int]:
     """
     memory, hardware = planned.memory, planned.hardware
     most = usable_host(
-        hardware.ram - (planned.host_peak - memory.host), own_device_memory=memory.machine.own_device_memory
+        hardware.ram - (planned.host_peak - memory.host), own_device_memory=memory.request.machine.own_device_memory
     )
     weights = memory.nbytes_on_disk(State.WEIGHT)
     states = memory.nbytes_on_disk(*(state for state in memory.mode.states if state is not State.WEIGHT))

@@ -597,7 +597,7 @@ def _kernel_rate(memory: Memory, hardware: Hardware) -> float:
     optimizer = memory.config.optimizer
     flops = 0.0
     if optimizer is not None:
-        flops = product_flops(memory.layouts, memory.mode.optimizer, optimizer.settings.get("ns_steps", 0))
+        flops = product_flops(memory.request.layouts, memory.mode.optimizer, optimizer.settings.get("ns_steps", 0))
     numel = sum(memory.parts.trainable_numel)
     return numel / (numel / rate + flops / hardware.matmul) if flops else rate
 
@@ -663,9 +663,9 @@ def _predict(memory: Memory, shape: Shape, hardware: Hardware, load: Load, coars
             f"a plan simulates at most {MOST_MICRO_BATCHES} micro-batches a step, got {load.accumulation}; lower "
             "--accumulation, or raise --batch-size"
         )
-    shares = tuple((layout.trainable(0, 1), layout.frozen(0, 1)) for layout in memory.layouts)
+    shares = tuple((layout.trainable(0, 1), layout.frozen(0, 1)) for layout in memory.request.layouts)
     rates = rates_of(memory, hardware)
-    early = bool(memory.early_units)
+    early = bool(memory.early)
     number, counted = (_SPECULATIVE_STEPS, _COUNTED) if early and not coarse else (_STEPS, 1)
     tile_numel = _tile_numel(memory, _COARSE_TILES if coarse else _TILES_OF_A_UNIT)
     # Only the choice of experts differs from step to step.
@@ -676,11 +676,11 @@ def _predict(memory: Memory, shape: Shape, hardware: Hardware, load: Load, coars
         steps if shape.chooses else steps * number,
         tuple(
             unit_sizes(
-                memory.layouts,
+                memory.request.layouts,
                 memory.placement,
                 shares,
                 memory.mode,
-                memory.in_place_layouts,
+                memory.request.in_place_layouts,
                 host_addressable=memory.parts.host_addressable,
             )
         ),
@@ -775,7 +775,7 @@ def _busy(
 
 def _costs(memory: Memory, shape: Shape) -> list[UpdateCost | None]:
     every = memory.commit_every
-    costs = update_costs(memory.parts, memory.placement, memory.slots, memory.early_units, every)
+    costs = update_costs(memory.parts, memory.placement, memory.slots, memory.early, every)
     if memory.config.offload.experts == "visited":
         for unit in (unit for layer_experts in shape.experts for unit in layer_experts.units):
             cost = costs[unit]
@@ -786,7 +786,10 @@ def _costs(memory: Memory, shape: Shape) -> list[UpdateCost | None]:
                 costs[unit] = cost._replace(passes=passes_of(memory.mode, memory.parts.gradient_dtype.itemsize))
     if not memory.mode.matrix_rule:
         return costs
-    tiles = (cuts(layout, memory.mode, layout.trainable(0, 1), True, _tile_numel(memory)) for layout in memory.layouts)
+    tiles = (
+        cuts(layout, memory.mode, layout.trainable(0, 1), True, _tile_numel(memory))
+        for layout in memory.request.layouts
+    )
     return [
         None if cost is None else cost._replace(stops=tuple(tile.stop for tile in unit_tiles))
         for cost, unit_tiles in zip(costs, tiles, strict=True)
@@ -828,7 +831,7 @@ def _least(
     passes: Sequence[Sequence[Use]], memory: Memory, costs: Sequence[UpdateCost | None], rates: SimulatedRates
 ) -> float:
     opening, *others = passes
-    return least(opening, others, memory, costs, rates, _tile_numel(memory), bool(memory.early_units))
+    return least(opening, others, memory, costs, rates, _tile_numel(memory), bool(memory.early))
 
 
 def lower_bound(memory: Memory, shape: Shape, hardware: Hardware, load: Load) -> float:

@@ -521,5 +521,5 @@ def test_a_plan_takes_single_experts_where_groups_have_no_room() -> None:
     units = []
     for room in (largest * 4, largest * 3 // 4):
         content["offload"]["device_memory"] = room
-        units.append(len(plan(shape, machine, Load(1, speculate=False), content).memory.layouts))
+        units.append(len(plan(shape, machine, Load(1, speculate=False), content).memory.request.layouts))
     assert units[0] == len(shape.layouts) < units[1]
