@@ -18,9 +18,10 @@ from offload.checkpoint.load import FoundStates, LoadOptions, SavedMoments, conv
 from offload.checkpoint.resharding import Run, overlaps, packed_runs, runs, scale_runs
 from offload.engine.shards import StoredShards
 from offload.errors import StoreError
-from offload.fileio.buffered_copy import BUFFER_NBYTES, flow, flow_buffers
+from offload.fileio.buffered_copy import BUFFER_NBYTES, flow, flow_buffers, parts_of
 from offload.layout import optimizer_states
 from offload.layout.flat_layout import WORD
+from offload.layout.modes import Mode
 from offload.states import State
 
 _BY_THEMSELVES = ((State.PACKED,), (State.SCALES,))
@@ -232,22 +233,18 @@ class CheckpointRestorer:
 
         Both are the same dict if nothing is converted.
         """
-        end, numel, alone = 0, chunk.stop - chunk.start, chunk.targets in _BY_THEMSELVES
-        sides: list[dict[State, memoryview]] = []
-        here, there = self._shards.mode_of(chunk.unit), self._saved_modes[chunk.unit]
-        for states, mode in ((chunk.targets, here), (chunk.sources, there)):
-            # Without a conversion both sides are the same memory, and the checkpoint's bytes are read directly into it.
-            if sides and not self._differ(chunk.unit, chunk.targets):
-                sides.append(sides[0])
-                break
-            side: dict[State, memoryview] = {}
-            for state in states:
-                part = range(numel) if alone else mode.padded_part(state, 0, numel)
-                nbytes = len(part) * mode.states[state].itemsize
-                side[state] = buffer[end : end + nbytes]
-                end += nbytes
-            sides.append(side)
-        return sides[1], sides[0]
+        numel, alone = chunk.stop - chunk.start, chunk.targets in _BY_THEMSELVES
+
+        def side(states: Sequence[State], mode: Mode, at: int = 0) -> dict[State, memoryview]:
+            parts = {state: range(numel) if alone else mode.padded_part(state, 0, numel) for state in states}
+            sizes = [(state, len(part) * mode.states[state].itemsize) for state, part in parts.items()]
+            return parts_of(buffer[at:], sizes)
+
+        here = side(chunk.targets, self._shards.mode_of(chunk.unit))
+        # Without a conversion both sides are the same memory, and the checkpoint's bytes are read directly into it.
+        if not self._differ(chunk.unit, chunk.targets):
+            return here, here
+        return side(chunk.sources, self._saved_modes[chunk.unit], sum(map(len, here.values()))), here
 
     def _overlaps(self, chunk: _RestoreChunk) -> list[Run]:
         """Returns the runs of a chunk, in elements of its unit. Runs of PACKED and SCALES are in their own values."""

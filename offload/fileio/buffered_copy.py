@@ -81,6 +81,15 @@ def flow(
             wait_for_all(pending)
 
 
+def parts_of(buffer: memoryview, sizes: Iterable[tuple[T, int]]) -> dict[T, memoryview]:
+    """Returns parts of a buffer, one after the other, by key; `sizes` has the bytes of each key."""
+    parts, end = dict[T, memoryview](), 0
+    for key, nbytes in sizes:
+        parts[key] = buffer[end : end + nbytes]
+        end += nbytes
+    return parts
+
+
 class WriteBehind:
     """Buffers that are filled and written in turns. A buffer is filled again when its writes have ended.
 

@@ -37,7 +37,7 @@ from offload.engine.saved_state import SavedPart
 from offload.engine.snapshot import all_persistent_buffers, persistent_buffers
 from offload.errors import BudgetError, ConfigError, IoError, StoreError, UsageError
 from offload.fileio import inner_folder, keep_mode_and_owner, real_path, sync_folder
-from offload.fileio.buffered_copy import WriteBehind, flow
+from offload.fileio.buffered_copy import WriteBehind, flow, parts_of
 from offload.fileio.safetensors_stream import SafetensorsWriter, Tensor, shard
 from offload.fileio.safetensors_stream import plan as plan_file
 from offload.kernels.blocks import BLOCK_FORMATS, dequantize
@@ -685,12 +685,8 @@ def arranged(
 
 
 def _regions(plan: ExportPlan, chunk: WeightChunk, buffer: memoryview) -> dict[State, memoryview]:
-    regions: dict[State, memoryview] = {}
-    end = 0
-    for state in chunk.states:
-        start, end = end, end + chunk.numel * plan.weights(chunk.unit)[state].itemsize
-        regions[state] = buffer[start:end]
-    return regions
+    dtypes = plan.weights(chunk.unit)
+    return parts_of(buffer, [(state, chunk.numel * dtypes[state].itemsize) for state in chunk.states])
 
 
 def _convert(

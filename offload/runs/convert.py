@@ -20,7 +20,7 @@ from offload.aio.protocols import Future, Pending, Queue
 from offload.checkpoint.load import SavedMoments, SavedStates
 from offload.errors import StoreError
 from offload.fileio import real_path
-from offload.fileio.buffered_copy import BUFFER_NBYTES, flow, flow_buffers
+from offload.fileio.buffered_copy import BUFFER_NBYTES, flow, flow_buffers, parts_of
 from offload.layout import optimizer_states
 from offload.layout.fingerprint import described_layouts, described_mode, store_specs
 from offload.layout.flat_layout import ParameterSegment, UnitLayout, placed_for, segment_shards
@@ -189,16 +189,11 @@ class StateConverter:
     def _regions(
         self, chunk: _ConvertedChunk, buffer: memoryview
     ) -> tuple[dict[State, memoryview], dict[State, memoryview]]:
-        new: dict[State, memoryview] = {}
-        old: dict[State, memoryview] = {}
-        end = 0
-        for state in chunk.states:
-            start, end = end, end + self._nbytes(chunk.unit, state, chunk.numel)
-            new[state] = buffer[start:end]
-        for state in chunk.sources:
-            start, end = end, end + chunk.numel * self._before.mode_of(chunk.unit).states[state].itemsize
-            old[state] = buffer[start:end]
-        return new, old
+        dtypes = self._before.mode_of(chunk.unit).states
+        new = [(state, self._nbytes(chunk.unit, state, chunk.numel)) for state in chunk.states]
+        old = [(state, chunk.numel * dtypes[state].itemsize) for state in chunk.sources]
+        behind = buffer[sum(nbytes for _, nbytes in new) :]
+        return parts_of(buffer, new), parts_of(behind, old)
 
     def _nbytes(self, unit: int, state: State, numel: int) -> int:
         """Returns the bytes that `numel` elements of a new state take. The first element must begin a page."""

@@ -18,7 +18,7 @@ from offload.aio.protocols import Pending
 from offload.checkpoint.foreign_contents import MASTER
 from offload.engine.snapshot import Snapshot
 from offload.errors import StoreError
-from offload.fileio.buffered_copy import flow
+from offload.fileio.buffered_copy import flow, parts_of
 from offload.fileio.safetensors_stream import Tensor
 from offload.fileio.torch_file import TorchFileWriter
 from offload.layout.fingerprint import described_layouts, described_mode
@@ -188,12 +188,8 @@ def _cut(
 
 
 def _regions(plan: StatesPlan, chunk: _StateChunk, buffer: memoryview) -> dict[State, memoryview]:
-    found: dict[State, memoryview] = {}
-    end = 0
-    for state in chunk.states:
-        start, end = end, end + chunk.numel * plan.mode_of(chunk.unit).states[state].itemsize
-        found[state] = buffer[start:end]
-    return found
+    dtypes = plan.mode_of(chunk.unit).states
+    return parts_of(buffer, [(state, chunk.numel * dtypes[state].itemsize) for state in chunk.states])
 
 
 class _StateFiles:
