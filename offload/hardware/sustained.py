@@ -315,16 +315,10 @@ def kept() -> list[Curve]:
     with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
         content = parse(read_cache(cache_path()))
         if content["version"] == _VERSION and all(content[key] == value for key, value in _machine().items()):
-            return [
-                Curve(
-                    **{
-                        **saved_curve,
-                        "points": tuple(map(tuple, saved_curve["points"])),
-                        "temperature": _pair(saved_curve["temperature"]),
-                    }
-                )
-                for saved_curve in content["curves"]
-            ]
+            for curve in content["curves"]:
+                curve["points"] = tuple(map(tuple, curve["points"]))
+                curve["temperature"] = curve["temperature"] and tuple(curve["temperature"])
+            return [Curve(**curve) for curve in content["curves"]]
     return []
 
 
@@ -342,7 +336,3 @@ def curve_under(folder: str) -> Curve | None:
 def _machine() -> dict[str, Any]:
     about = about_machine()
     return {key: about[key] for key in ("processor", "cores")}
-
-
-def _pair(value: list[float] | None) -> tuple[float, float] | None:
-    return None if value is None else (value[0], value[1])

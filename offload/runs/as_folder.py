@@ -80,12 +80,10 @@ def tokenizer_writer(client_state: Mapping[str, Any]) -> Callable[[Path], None] 
     job = client_state.get("job")
     # Without transformers, an export works but writes no tokenizer of bytes.
     if learned_bytes(client_state):
-        return _write_byte_tokenizer if importlib.util.find_spec("transformers") is not None else None
+        if importlib.util.find_spec("transformers") is None:
+            return None
+        return lambda folder: byte_tokenizer().save_pretrained(str(folder))
     folder = Path(str(job["model"])) if is_identity(job) and "model" in job else None
     if folder is None or not any((folder / name).is_file() for name in TOKENIZER):
         return None
     return partial(copy_tokenizer, folder)
-
-
-def _write_byte_tokenizer(folder: Path) -> None:
-    byte_tokenizer().save_pretrained(str(folder))

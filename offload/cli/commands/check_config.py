@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import math
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -72,9 +72,11 @@ def keys_of(file: Path) -> dict[str, Any]:
     required = [name for name in findings.auto if any(_is_missing(name, str(error)) for error in findings.errors)]
     wrong = [str(error) for error in findings.errors if not any(_is_missing(name, str(error)) for name in required)]
     messages = wrong + batch_errors(content)
+    # A message is about the value of a key, or about a part of it.
+    refused = [name for name in honoured if any(f"{name}." in line or line.startswith(f"{name} ") for line in messages)]
     return {
         "errors": messages,
-        "honoured": [name for name in honoured if name not in blocks and not _is_wrong(name, messages)],
+        "honoured": [name for name in honoured if name not in blocks and name not in refused],
         "auto": sorted(findings.auto),
         "without_effect": sorted(findings.tuning),
         "ignored": sorted(findings.unsupported),
@@ -106,8 +108,3 @@ def batch_errors(content: Mapping[str, Any]) -> list[str]:
     if not isinstance(total, int) or total % made == 0:
         return []
     return [f"train_batch_size is {total}, no multiple of {' * '.join(sizes)}, {made}: no number of ranks makes it"]
-
-
-def _is_wrong(name: str, messages: Sequence[str]) -> bool:
-    """Returns True if a message is about the value of a key, or about a part of it."""
-    return any(message.startswith(f"{name} ") or f"{name}." in message for message in messages)

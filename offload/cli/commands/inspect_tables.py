@@ -78,7 +78,6 @@ def _state(run: Mapping[str, Any]) -> str:
 
 
 def _run_table(run: Mapping[str, Any]) -> Table:
-    table = Table(show_header=False, box=None)
     model = run["model"]
     rows: list[tuple[str, str]] = [("run", run["path"])]
     if model is not None:
@@ -108,11 +107,10 @@ def _run_table(run: Mapping[str, Any]) -> Table:
         # Each machine of a run across machines shows only the ranks on its own drives.
         rows.append(("missing", f"rank {', '.join(map(str, run['missing_ranks']))}: lost, or on another machine"))
     rows += [("left over", path) for path in run["leftovers"]]
-    return _filled(table, rows)
+    return _filled(rows)
 
 
 def _rank_table(rank: Mapping[str, Any]) -> Table:
-    table = Table(show_header=False, box=None, title=f"rank {rank['rank']}", title_justify="left")
     rows = [("used by", rank["holder"] or "nobody")]
     if rank["run_id"]:
         rows.append(("run id", f"{rank['run_id']}, made {rank['created']}"))
@@ -135,11 +133,12 @@ def _rank_table(rank: Mapping[str, Any]) -> Table:
         share = "" if rated is None else f", {nbytes / rated:.2%} of the {format_decimal(rated)} that it is rated for"
         rows.append(("written", f"{format_decimal(nbytes)} to {drive['path']} in the life of the run{share}"))
     rows += [("damaged", f"{wrong['path']}: {wrong['reason']}") for wrong in rank["damaged"]]
-    return _filled(table, rows)
+    return _filled(rows, f"rank {rank['rank']}")
 
 
-def _filled(table: Table, rows: Iterable[tuple[str, str]]) -> Table:
-    """Returns `table` with a row for each name and value. Values are plain text: a "[" in them is no markup."""
+def _filled(rows: Iterable[tuple[str, str]], title: str | None = None) -> Table:
+    """Returns a table with a row for each name and value. Values are plain text: a "[" in them is no markup."""
+    table = Table(show_header=False, box=None, title=title, title_justify="left")
     for name, value in rows:
         table.add_row(name, escape(value))
     return table
@@ -179,7 +178,6 @@ def _checkpoints_table(content: Mapping[str, Any]) -> Table:
 
 
 def _checkpoint_table(content: Mapping[str, Any]) -> Table:
-    table = Table(show_header=False, box=None)
     rows = [("checkpoint", content["path"])]
     if content["model"] is not None:
         frozen = "" if content["frozen_weights"] else ", without those that are frozen"
@@ -193,7 +191,7 @@ def _checkpoint_table(content: Mapping[str, Any]) -> Table:
         ]
     rows.append(("size", format_size(content["bytes"])))
     rows += [("damaged", f"{wrong['path']}: {wrong['reason']}") for wrong in content["damaged"]]
-    return _filled(table, rows)
+    return _filled(rows)
 
 
 def _model(model: Mapping[str, Any]) -> str:

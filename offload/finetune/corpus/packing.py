@@ -164,7 +164,7 @@ def pack(documents: Sequence[Document], length: int, together: bool = True) -> P
     stream = _stream(divisible, length)
     rows = _fit(stream, learned, length) if together else [*stream, *([document] for document in learned)]
     # First tokens are not learned, so a row of documents of a single token each would have nothing to learn.
-    rows = [row for row in rows if _learns(row)]
+    rows = [row for row in rows if any(part.learned[1:].any() for part in row)]
     if not rows:
         if not any(len(document.ids) for document in documents):
             raise ConfigError("the data contain nothing to learn: they are empty")
@@ -198,10 +198,6 @@ def inputs_of(packed: Packed, with_positions: bool) -> dict[str, np.ndarray]:
 
 def _first(document: Document, length: int) -> Document:
     return Document(document.ids[:length], document.learned[:length], document.divisible)
-
-
-def _learns(row: Sequence[Document]) -> bool:
-    return any(document_part.learned[1:].any() for document_part in row)
 
 
 def _stream(documents: Sequence[Document], length: int) -> list[list[Document]]:

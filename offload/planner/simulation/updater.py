@@ -87,9 +87,6 @@ class _Tile(NamedTuple):
     writes: list[Work]
     """The write of the tile, once it has begun; empty before, and for a tile that is not stored."""
 
-    def is_written(self) -> bool:
-        return not self.writes or self.writes[0].done
-
 
 class SimulatedUpdater:
     """The update worker. `act` runs as the worker, all other public methods on the model's thread."""
@@ -237,7 +234,7 @@ class SimulatedUpdater:
 
     def _retire(self) -> Acting[None]:
         """Frees tiles whose writes have ended, the oldest first."""
-        while self._writing and self._writing[0].is_written():
+        while self._writing and all(write.done for write in self._writing[0].writes):
             tile = self._writing.popleft()
             job = tile.job
             self._free += job.buffered
