@@ -294,8 +294,8 @@ def probed(
 
     Each drive of `folders` counts once; without folders it is the drive that was probed last.
     """
-    rates, of, gpu = found.rates, found.rates.by_dtype[dtype], found.machine["gpu"]
-    products = "bf16" if autocast else dtype
+    rates, gpu, products = found.rates, found.machine["gpu"], "bf16" if autocast else dtype
+    of = rates.by_dtype[dtype]._replace(matmul=rates.by_dtype[products].matmul)
     # The keys of a dict keep the order and count a drive once if several folders are on it.
     of_folders: dict[DriveRates, None] = {}
     for folder in folders:
@@ -325,22 +325,18 @@ def probed(
         dtype=dtype,
         gpu_memory=gpu_memory,
         ram=free_host,
-        matmul=rates.by_dtype[products].matmul,
-        weights=of.weights,
+        **of._asdict(),
         fresh=rates.fresh,
-        elementwise=of.elementwise,
         upload=rates.upload,
         download=rates.download,
         memory=rates.memory,
-        optimizer=of.optimizer,
         device_optimizer=device_optimizer if gpu else of.optimizer,
-        gradient=of.gradient,
         handed_seconds=_HANDED_TO_GPU_SECONDS if gpu else _HANDED_SECONDS,
         drives=drives,
         assumed=tuple(assumed),
         doubts=found.doubts,
         rates=(
-            measured(f"matrix products in {products}", rates.by_dtype[products].matmul, "flop/s"),
+            measured(f"matrix products in {products}", of.matmul, "flop/s"),
             measured("other work", of.elementwise, "B/s"),
             *(on_gpu if gpu else ()),
             measured("host memory", rates.memory, "B/s"),

@@ -8,7 +8,7 @@ import math
 import random
 import re
 from bisect import bisect_left
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from itertools import groupby
@@ -203,10 +203,8 @@ class Shape(NamedTuple):
         A prediction then counts some hundreds of units, not thousands. A group has at most half the bytes of the
         largest unit, so that the memory for units in use is the same.
         """
-        each = self.experts[0] if self.experts else None
-        if each is None or round(each.visited(self.sequence)) < each.number or self.uncut is not None:
-            return self
-        if each.of_unit > 1:
+        each = self.experts[0] if self.experts and self.uncut is None else None
+        if each is None or each.of_unit > 1 or round(each.visited(self.sequence)) < each.number:
             return self
         largest = max(layout.device_numel for layout in self.layouts)
         size = 1
@@ -215,36 +213,45 @@ class Shape(NamedTuple):
         if size == 1:
             return self
         inside = {unit: (unit - layer.units[0]) % size for layer in self.experts for unit in layer.units}
-        layouts, places = list[UnitLayout](), dict[int, int]()
+        layouts, places = list[UnitLayout](), list[range]()
         for unit, layout in enumerate(self.layouts):
             if not inside.get(unit, 0):
-                places[unit] = len(layouts)
                 layouts.append(_of_experts(layout, size, 1) if unit in inside else layout)
-        experts = tuple(
-            Experts(range(places[layer.units[0]], places[layer.units[-size]] + 1), layer.per_token, size)
-            for layer in self.experts
-        )
-        uses = tuple(use._replace(unit=places[use.unit]) for use in self.uses)
-        return self._replace(layouts=tuple(layouts), uses=uses, experts=experts)
+            places.append(range(len(layouts) - 1, len(layouts)))
+        return self._moved(layouts, places, of_unit=size)
 
     def by_expert(self) -> Shape:
         """Returns the shape with single experts as units, in place of groups."""
         of_unit = {unit: layer.of_unit for layer in self.experts for unit in layer.units}
-        layouts, places = list[UnitLayout](), list[int]()
+        layouts, places = list[UnitLayout](), list[range]()
         for unit, layout in enumerate(self.layouts):
-            places.append(len(layouts))
             count = of_unit.get(unit, 1)
+            places.append(range(len(layouts), len(layouts) + count))
             if count == 1:
                 layouts.append(layout)
                 continue
             one, (stack, _, group) = _of_experts(layout, 1, count), layout.name.rpartition("[")
             first, end = int(group.partition(":")[0]), group.partition("]")[2]
             layouts += [one._replace(name=f"{stack}[{row}]{end}") for row in range(first, first + count)]
+        return self._moved(layouts, places, of_unit=1)
+
+    def _moved(
+        self,
+        layouts: Iterable[UnitLayout],
+        places: Sequence[Sequence[int]],
+        part: Callable[[Use, Sequence[int]], Iterable[Use]] = lambda use, units: (use._replace(unit=units[0]),),
+        of_unit: int = 0,
+    ) -> Shape:
+        """Returns the shape with other units: `places` has those of each unit, which `part` lets a use visit."""
         experts = tuple(
-            Experts(range(places[layer.units[0]], places[layer.units[-1]] + layer.of_unit), layer.per_token)
+            Experts(
+                range(places[layer.units[0]][0], places[layer.units[-1]][-1] + 1),
+                layer.per_token,
+                of_unit or layer.of_unit,
+            )
             for layer in self.experts
         )
-        uses = tuple(use._replace(unit=places[use.unit]) for use in self.uses)
+        uses = tuple(new for use in self.uses for new in part(use, places[use.unit]))
         return self._replace(layouts=tuple(layouts), uses=uses, experts=experts)
 
     def in_files(self) -> Shape:
@@ -261,14 +268,7 @@ class Shape(NamedTuple):
                     part = part._replace(in_files=True, name=f"{layout.name} {IN_FILES}".strip())
                 layouts.append(part)
             places.append(range(first, len(layouts)))
-        uses = tuple(part for use in self.uses for part in _by_parts(use, places[use.unit], layouts))
-        experts = tuple(
-            layer_experts._replace(
-                units=range(places[layer_experts.units[0]].start, places[layer_experts.units[-1]].stop)
-            )
-            for layer_experts in self.experts
-        )
-        return self._replace(layouts=tuple(layouts), uses=uses, experts=experts, filed=frozenset())
+        return self._moved(layouts, places, partial(_by_parts, layouts))._replace(filed=frozenset())
 
     def in_pieces(self) -> Shape:
         """Returns the shape with its tables in pieces, as `find_units` divides them: each use visits all pieces."""
@@ -293,14 +293,7 @@ class Shape(NamedTuple):
                 (segment,) = piece.segments
                 segment = segment._replace(users=segments[name].users)
                 layouts.append(piece._replace(segments=(segment,), in_files=self.layouts[unit].in_files))
-        uses = tuple(part for use in self.uses for part in _by_pieces(use, places[use.unit]))
-        experts = tuple(
-            layer_experts._replace(
-                units=range(places[layer_experts.units[0]][0], places[layer_experts.units[-1]][0] + 1)
-            )
-            for layer_experts in self.experts
-        )
-        return self._replace(layouts=tuple(layouts), uses=uses, experts=experts, tables=(), uncut=self)
+        return self._moved(layouts, places, _by_pieces)._replace(tables=(), uncut=self)
 
 
 def _of_experts(layout: UnitLayout, count: int, of: int) -> UnitLayout:
@@ -540,7 +533,7 @@ def _by_pieces(use: Use, units: Sequence[int]) -> Iterator[Use]:
     yield last._replace(saved=use.saved, largest=use.largest if use.lookup else use.largest // len(units))
 
 
-def _by_parts(use: Use, units: Sequence[int], layouts: Sequence[UnitLayout]) -> Iterator[Use]:
+def _by_parts(layouts: Sequence[UnitLayout], use: Use, units: Sequence[int]) -> Iterator[Use]:
     """Yields the uses of the units of a module; the last one has what all of them save together."""
     numel = sum(layouts[unit].device_numel for unit in units)
     for unit in units:

@@ -534,16 +534,23 @@ class Timing:
     """Lower bound of `seconds`, see `bound`."""
     busy: dict[str, float]
     """Seconds of work by resource: compute, PCIe, NVMe, DRAM (the optimizer's kernel)."""
-    limit: str
-    """Resource that is busy for most of the step; or "budget", if waits for free host memory take longer."""
-    limit_seconds: float
-    """Seconds of the step for which `limit` is busy."""
     waited: Waited
     moved: Moved
     tokens: int
     miss_seconds: float
     """Most seconds that a clipped step takes longer, since it repeats the updates under its backward."""
     simulation: Simulation
+
+    @property
+    def limit(self) -> str:
+        """Resource that is busy for most of the step; or "budget", if waits for free host memory take longer."""
+        # These waits count as a resource of their own: no hardware is busy then.
+        return max((*self.busy, "budget"), key=lambda name: self.busy.get(name, self.waited.room))
+
+    @property
+    def limit_seconds(self) -> float:
+        """Seconds of the step for which `limit` is busy."""
+        return max(*self.busy.values(), self.waited.room)
 
     @property
     def hidden(self) -> bool:
@@ -637,24 +644,14 @@ def predict(memory: Memory, shape: Shape, hardware: Hardware, load: Load, coarse
         return of_calm + (of_due - of_calm) / every
 
     busy = {name: mean(seconds, due.busy[name]) for name, seconds in calm.busy.items()}
-    waited = Waited(*map(mean, calm.waited, due.waited))
-    limit, limit_seconds = _limit(busy, waited)
     return replace(
         calm,
         seconds=mean(calm.seconds, due.seconds),
         formula_seconds=mean(calm.formula_seconds, due.formula_seconds),
         busy=busy,
-        limit=limit,
-        limit_seconds=limit_seconds,
-        waited=waited,
+        waited=Waited(*map(mean, calm.waited, due.waited)),
         moved=Moved(*(round(mean(*amounts)) for amounts in zip(calm.moved, due.moved, strict=True))),
     )
-
-
-def _limit(busy: Mapping[str, float], waited: Waited) -> tuple[str, float]:
-    """Returns what is busy for longest, and for how long."""
-    # Waits for room in the host budget count as a resource of their own: no hardware is busy then.
-    return max({**busy, "budget": waited.room}.items(), key=lambda each: each[1])
 
 
 def _predict(memory: Memory, shape: Shape, hardware: Hardware, load: Load, coarse: bool) -> Timing:
@@ -698,17 +695,12 @@ def _predict(memory: Memory, shape: Shape, hardware: Hardware, load: Load, coars
     )
     costs = _of_step(costs, passes)
     compute = sum(_seconds(passes))
-    # If both add up the same seconds, rounding may make the bound the larger one.
-    bound = min(_least(passes, memory, costs, rates), found.seconds)
-    busy = _busy(found, costs, rates, compute, hardware)
-    limit, limit_seconds = _limit(busy, found.waited)
     return Timing(
         seconds=found.seconds,
         compute_seconds=compute,
-        formula_seconds=bound,
-        busy=busy,
-        limit=limit,
-        limit_seconds=limit_seconds,
+        # If both add up the same seconds, rounding may make the bound the larger one.
+        formula_seconds=min(_least(passes, memory, costs, rates), found.seconds),
+        busy=_busy(found, costs, rates, compute, hardware),
         waited=found.waited,
         moved=found.moved,
         tokens=load.tokens(shape),
