@@ -367,7 +367,7 @@ class ZeroOptimization(Block):
 
     stage: Annotated[Integer, Field(ge=0, le=3)] = key(
         "0 to 3; on several ranks 0 and 1 reduce the gradients of a step's micro-batches once, 2 and 3 each, or once "
-        "where the micro-batches take turns (schedule); 0 in a file without mics_shard_size keeps all states on each "
+        "with the schedule layer_major; 0 in a file without mics_shard_size keeps all states on each "
         "rank, as that key does with 1; all else is the same in all stages",
         0,
     )
@@ -403,10 +403,13 @@ class ZeroOptimization(Block):
     )
     sub_group_size: Count | None = key("elements of a tile of the update at most; default: 16 MiB of all states")
     reduce_bucket_size: Count | None = key(
-        "elements of gradients that ranks send in one collective at most, if it has several units; at most half of the"
+        "elements of gradients that ranks reduce at a time at most; a unit is reduced as soon as its gradients are"
+        " complete, so larger units have a notice"
+    )
+    allgather_bucket_size: Count | None = key(
+        "elements of weights that ranks gather in one collective at most, if it has several units; at most half of the"
         " largest unit; only where all weights stay on the device; default: unit by unit"
     )
-    allgather_bucket_size: Count | None = key("the same for the weights that ranks gather in one collective")
     stage3_prefetch_bucket_size: Elements | None = key(
         "elements prefetched at most, one unit at least; 0: none; default: as memory allows"
     )

@@ -10,11 +10,15 @@ So ranks may take different paths as long as all of them reach the same `step()`
 that evaluate on one rank. `next_collective` decides, from the list alone. A round is a message of a few numbers, which
 the thread that runs the model or its backward sends. Background threads take part in no round.
 
-[Note: series] Where all ranks announce the same series, of gathers (see `swapper.pager`) or of reductions,
-each carries it out without a further round. A rank that wants anything else first takes part in all that is left, with
-its shards and with zeros for gradients, and asks then. A sum of micro-batches whose turn in the series has not come
-waits for the end of the backward instead (`ReduceScatterAccumulator`). One series is under way at a time, since a round
-begins each.
+[Note: series] Where all ranks announce the same series of gathers (see `swapper.pager`), each carries it out without a
+further round. A rank that wants anything else first takes part in all that is left with its shards, and asks then. One
+series is under way at a time, since a round begins each.
+
+[Note: reductions have no series] Which gradients are added up together decides how their sum rounds. A rank may leave
+the path that a series expects. It would send nothing for the units left in it, and its gradients later, by themselves.
+The sum would then depend on whether there was a series: on the steps of this process, and on the room for units.
+Each reduction is a round instead. A round decides on a reduction when every rank has reached one, or has none to come,
+so the paths of the ranks alone decide which gradients are added up together.
 """
 
 from __future__ import annotations
@@ -23,7 +27,6 @@ import contextlib
 import enum
 import struct
 import threading
-from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
@@ -35,7 +38,7 @@ from offload.engine.callbacks import Edit, EngineCallbacks, GradientStats
 from offload.errors import BudgetError, RankError, StoreError, UsageError
 from offload.states import State
 from offload.swapper.memory.device import Event
-from offload.swapper.pager import GatherDecision, UnitState, checksum
+from offload.swapper.pager import GatherDecision, UnitState
 from offload.timeline import OFF, Row, Timeline
 
 # -- step facts ----------------------------------------------------------------------------------------
@@ -137,7 +140,8 @@ class RankIntent(NamedTuple):
     kind: Collective
     unit: int = -1
     ready: bool = False
-    """True if the rank has the weights (USE), has new values (EDIT), or deletes its store (END)."""
+    """True if the rank has the weights (USE), has no later micro-batch (REDUCE), has new values (EDIT), or deletes its
+    store (END)."""
     holds: int = -1
     """The unit whose gradients on this rank wait to be reduced, or -1."""
     ahead: int = -1
@@ -146,10 +150,12 @@ class RankIntent(NamedTuple):
     """For USE: True if the rank has the weights of all units."""
     series: int = 0
     """Checksum of the series that the rank could carry out without further rounds; 0 if there is none."""
+    position: int = 0
+    """For REDUCE: the place of the reduction among those of a step, by unit and micro-batch."""
 
     def same(self, other: RankIntent) -> bool:
         """Returns True if both ranks announce the same operation on the same unit."""
-        return (self.kind, self.unit) == (other.kind, other.unit)
+        return (self.kind, self.unit, self.position) == (other.kind, other.unit, other.position)
 
 
 class NextCollective(NamedTuple):
@@ -165,7 +171,9 @@ def next_collective(intents: Sequence[RankIntent]) -> NextCollective | None:
     """Returns the next collective for the announcements of all ranks, in rank order; None if no collective can be next.
 
     A rank whose announcement was not chosen announces again, unless it announced a USE and all uses are ready. Only the
-    reductions, not the gathers, decide which gradients are reduced together and in which order they are added.
+    reductions, not the gathers, decide which gradients are reduced together and in which order they are added. The
+    first reduction in the order of a step comes first. So if a rank leaves out a unit, it waits at its next one for the
+    others.
     """
     if all(intent.same(intents[0]) for intent in intents):
         return NextCollective(intents[0])
@@ -174,7 +182,7 @@ def next_collective(intents: Sequence[RankIntent]) -> NextCollective | None:
     if uses:
         return NextCollective(next((intent for intent in uses if not intent.ready), None))
     reduces = [intent for intent in intents if intent.kind is Collective.REDUCE]
-    return NextCollective(reduces[0]) if reduces else None
+    return NextCollective(min(reduces, key=lambda intent: intent.position)) if reduces else None
 
 
 _DOES = {
@@ -286,12 +294,6 @@ class Rounds(Agreement):
         """Number of gathers of the series that have begun, and number of gathers that begin before they are needed."""
         self._joined = 0
         """Number of gathers of the series up to the last one of a collective that has begun, or that a Ctrl-C ended."""
-        self._reductions: deque[int] = deque()
-        """Units that all ranks reduce next in this order, without a round."""
-        self._uses_ask = self.ranks.gathers
-        """False while all ranks know that their next uses need no round, such as if each rank has all weights."""
-        self._strayed = False
-        """True if this rank has left a series of reductions. It then takes part in no other series."""
         self._in_question = False
         """True during an exchange with all ranks, and from then on if the exchange was interrupted."""
 
@@ -313,7 +315,7 @@ class Rounds(Agreement):
         # its gathers first.
         with self._timeline.span(Row.RANKS, self._agree_titles[unit]), self.lock:
             if self._served_short:  # this rank tries again, since it has made room
-                self._serve(Collective.USE, self._agreed_unit, ())
+                self._serve(RankIntent(Collective.USE, self._agreed_unit), ())
             if self._agreed_unit == unit:  # the gather was agreed on before, when this rank lacked memory
                 return self._retry_answer
             intents = self._await_all(Collective.USE, unit, look)
@@ -323,7 +325,6 @@ class Rounds(Agreement):
             if together and series is not None and all(intent.series == announcement.series for intent in intents):
                 self._series, self._begun, self._joined, self._ahead = series.missing, 0, 0, series.ahead
                 series.begin()
-                self._uses_ask = False
                 return GatherDecision(gather=False, together=True, series=True)
             gather = any(intent.same(announcement) and not intent.ready for intent in intents)
             # The ranks agree on a prefetch only if all use the same unit and have it. Then no rank waits for a gather
@@ -331,8 +332,6 @@ class Rounds(Agreement):
             following = _common([intent.ahead for intent in intents]) if together and not gather else -1
             answer = GatherDecision(gather, together, all(intent.has_all for intent in intents), following)
             self._agreed_unit, self._retry_answer = unit if gather else following, answer
-            # calling thread: stores a value from the announcements of all ranks, so every rank stores the same value.
-            self._uses_ask = not answer.all
             return answer
 
     def agree_ahead(self, ahead: Callable[[], int]) -> int:
@@ -385,56 +384,12 @@ class Rounds(Agreement):
             self._agreed_unit = -1
             return gathered
 
-    def reduce(self, unit: int, expected: Sequence[int] = ()) -> None:
-        """Reduces the gradients of `unit` over all ranks that have gradients of it.
-
-        `expected` are the units that this backward is expected to reduce from `unit` on, in order. If all ranks expect
-        the same units and use units without rounds, the reductions of the units after `unit` need no rounds either.
-        """
+    def reduce(self, unit: int) -> None:
+        """Reduces the gradients of `unit` over all ranks that have gradients of it."""
         with self._timeline.span(Row.RANKS, self._reduce_titles[unit]), self.lock:
-            if self._reductions and self._reductions[0] == unit:
-                # calling thread: no round. Every rank has announced this series, so every rank makes this reduction: in
-                # its backward, or in `_end_series`.
-                self._check()
-                self._reduce_next()
-                return
-            self._end_series()
-            if self._callbacks.pending_unit() != unit:
-                return  # reduced just now, together with the gradients of the other ranks
-            series = 0 if self._uses_ask or self._strayed or not expected else checksum(*expected)
-            intents = self._await_all(Collective.REDUCE, unit, series=series)
-            if series and all(intent.same(intents[0]) and intent.series == series for intent in intents):
-                self._reductions.extend(expected[1:])
-            self._serve(Collective.REDUCE, unit, intents)
-
-    def reduces_another_next(self, unit: int) -> bool:
-        """Returns True if a series of reductions is under way, and `unit` is not the next one in it."""
-        with self.lock:
-            return bool(self._reductions) and self._reductions[0] != unit
-
-    def _reduce_next(self) -> None:
-        """Reduces the next unit of the series. A rank without gradients of the unit contributes zeros."""
-        # calling thread: set until the reduction has ended. If this thread leaves before, the other ranks wait for it.
-        unit = self._agreed_unit = self._reductions.popleft()
-        self._callbacks.serve_reduce(unit, range(self.ranks.size), tuple(self._reductions))
-        self._agreed_unit = -1
-
-    def end_reductions(self) -> None:
-        """Takes part in the rest of a series of reductions.
-
-        Called at the end of a backward, which may have made fewer.
-        """
-        with self.lock:
-            if self._reductions:
-                self._end_series()
-
-    def _end_series(self) -> None:
-        """Begins the rest of a series. Other ranks may still follow the series, and join no round before its end."""
-        self._gather_series(len(self._series))
-        self._check()
-        while self._reductions:
-            self._strayed = True
-            self._reduce_next()
+            position, last = self._callbacks.reduction_position(unit), self._callbacks.is_last_micro_batch()
+            intents = self._await_all(Collective.REDUCE, unit, last, position)
+            self._serve(intents[self.ranks.rank], intents)
 
     def step(
         self, micro_batches: int, global_steps: int, settings: int, known: Callable[[], GradientStats]
@@ -524,7 +479,7 @@ class Rounds(Agreement):
             raise self.ranks.fail("it was interrupted while it waited for the other ranks")
 
     def _await_all(
-        self, kind: Collective, unit: int, ready: bool | Callable[[], UnitState] = False, series: int = 0
+        self, kind: Collective, unit: int, ready: bool | Callable[[], UnitState] = False, position: int = 0
     ) -> list[RankIntent]:
         """Serves other ranks until this rank's announcement is chosen, or until it is a USE and all uses are ready.
 
@@ -532,19 +487,21 @@ class Rounds(Agreement):
         the last round.
         """
         with self.lock:
-            self._end_series()
+            # Other ranks may still follow the series, and join no round before its end.
+            self._gather_series(len(self._series))
+            self._check()
             while True:
                 state = UnitState(ready, all=False, ahead=-1) if isinstance(ready, bool) else ready()
-                mark = series if state.series is None else state.series.checksum
+                series = 0 if state.series is None else state.series.checksum
                 pending = self._callbacks.pending_unit()
-                announcement = RankIntent(kind, unit, state.unit, pending, state.ahead, state.all, mark)
+                announcement = RankIntent(kind, unit, state.unit, pending, state.ahead, state.all, series, position)
                 # calling thread: waits for the announcement of every rank, in one small all-gather a round. A rank that
                 # has served others repeats its announcement. If a rank is lost, the wait ends with `RankError`.
                 numbers = [int(field) for field in announcement]
                 with self._question():
                     rows = self.ranks.collect(numbers, f"agree what is next: it {describe(announcement, self._names)}")
                 intents = [
-                    RankIntent(Collective(row[0]), row[1], bool(row[2]), row[3], row[4], bool(row[5]), row[6])
+                    RankIntent(Collective(row[0]), row[1], bool(row[2]), row[3], row[4], bool(row[5]), row[6], row[7])
                     for row in rows
                 ]
                 choice = next_collective(intents)
@@ -564,7 +521,7 @@ class Rounds(Agreement):
                         self._gathers.forget()
                     return intents
                 else:
-                    self._serve(choice.next.kind, choice.next.unit, intents)
+                    self._serve(choice.next, intents)
 
     @contextlib.contextmanager
     def _question(self) -> Iterator[None]:
@@ -573,19 +530,24 @@ class Rounds(Agreement):
         yield
         self._in_question = False  # not in a `finally`: see above
 
-    def _serve(self, kind: Collective, unit: int, intents: Sequence[RankIntent]) -> None:
+    def _serve(self, chosen: RankIntent, intents: Sequence[RankIntent]) -> None:
         """Takes part in the chosen collective.
 
         An exception leaves `_agreed_unit` set, since the other ranks then wait.
         """
         # calling thread: the callbacks wait for reads and updates of this rank at most, which need no other rank.
-        self._agreed_unit = unit
-        if kind is Collective.REDUCE:
-            holders = [rank for rank, intent in enumerate(intents) if intent.holds == unit]
-            self._callbacks.serve_reduce(unit, holders, tuple(self._reductions))
+        self._agreed_unit = chosen.unit
+        if chosen.kind is Collective.REDUCE:
+            # A rank that asks for anything else in the middle of a unit contributes what it has of the unit.
+            holders = [
+                rank
+                for rank, intent in enumerate(intents)
+                if (intent.same(chosen) if intent.kind is Collective.REDUCE else intent.holds == chosen.unit)
+            ]
+            self._callbacks.serve_reduce(chosen.unit, holders, complete=chosen.ready)
         else:
             try:
-                self._callbacks.serve_gather(unit)
+                self._callbacks.serve_gather(chosen.unit)
             except BudgetError:
                 self._served_short = True
                 raise

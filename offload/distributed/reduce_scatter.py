@@ -14,12 +14,11 @@ With several replicas of the model, each replica reduces its own gradients, and 
 A unit is reduced when the backward has given gradients of all its parameters, when a gradient of another unit arrives,
 or when the backward ends. A unit in a bucket is also reduced when a second gradient of a parameter arrives. All other
 gradients are reduced before the step, or before a gradient is read. Ranks need not reach this moment together, nor have
-gradients of the same parameters (see `agreement`).
+gradients of the same parameters (see `agreement`). The sum of a step is sent by all ranks together, also by those whose
+last micro-batch leaves out the unit.
 
     overlap_comm        reduce 1: start 1    reduce 2: start 2, add 1    ...    end: add the last
     otherwise           reduce 1: start 1, add 1    reduce 2: start 2, add 2    ...
-
-Small units that are reduced one after the other share an exchange (`reduce_bucket_size`), if all ranks know the order.
 
 With `overlap_comm` an exchange is under way during the backward of the next unit. Its values are added when the next
 unit is reduced, at the end of the backward, or before a gradient or the memory is needed, whichever comes first. All
@@ -31,7 +30,6 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import itertools
 from collections import deque
 from collections.abc import Callable, Container, Iterable, Mapping, Sequence
 from dataclasses import replace
@@ -50,7 +48,7 @@ from offload.interrupts import uninterrupted
 from offload.kernels.blocks import dequantize, quantize
 from offload.layout.flat_layout import UnitLayout
 from offload.layout.placement import CHUNK
-from offload.layout.tiers import CODES, GradientDtypes, Reduction, join
+from offload.layout.tiers import CODES, GradientDtypes, Reduction
 from offload.metrics.meter import NO_SPANS, ComputeSpans
 from offload.swapper.memory.device import DONE, Device, Event
 from offload.swapper.memory.device_arena import DeviceArena
@@ -70,10 +68,11 @@ from offload.timeline import OFF, Row, Timeline
 class GradientExchange(NamedTuple):
     """A reduction that has begun, and whose received values are not added up yet."""
 
-    units: Mapping[int, int]
-    """The units, each with the first element of its partition in a row of `received`."""
+    unit: int
+    complete: bool
+    """True if the sums of the step are complete with these values. They may be added in a later micro-batch."""
     received: torch.Tensor
-    """(contributing ranks, or 1 for a sum over replicas; numel of this rank's partitions, or bytes of its codes)."""
+    """(contributing ranks, or 1 for a sum over replicas; numel of this rank's partition, or bytes of its codes)."""
     sent: torch.Tensor | None
     """Memory of the values that this rank has sent; None if it sends nothing, or if the memory is free already."""
     work: CollectiveWork
@@ -94,7 +93,6 @@ class ExchangeMemory:
         # Gradients of any dtype become codes.
         self._sent = deque([keep(nbytes) for _ in range(reduction.coded)] or rounded)
         self._received = deque(keep(nbytes) for _ in range(reduction.received))
-        self._packed = deque(keep(reduction.joined * reduction.dtype.itemsize) for _ in range(reduction.packed))
         """The memory of the oldest exchange comes first, as in `_sent` and `_received`."""
 
     def send(self, values: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
@@ -113,12 +111,6 @@ class ExchangeMemory:
         rows = memory[: self.form.stored_nbytes(values.numel())]
         quantize(self.form, values.view(-1), rows)
         return rows.view(len(values), -1)
-
-    def pack(self, shards: int, numel: int, dtype: torch.dtype) -> torch.Tensor:
-        """Returns memory for rows of several units that are sent together, (shards, numel) in `dtype`."""
-        memory = self._packed[0]
-        self._packed.rotate(-1)
-        return memory.view(dtype)[: shards * numel].view(shards, numel)
 
     def receive(self, senders: int, numel: int, dtype: torch.dtype) -> torch.Tensor:
         """Returns memory for one row from each sender, (senders, ...): `numel` elements of `dtype`, or their codes."""
@@ -241,34 +233,6 @@ class ReplicaSums:
         return everyone.view(mesh.replicas, width), self._ranks.gather_sums(everyone, own)
 
 
-# -- reduction order -----------------------------------------------------------------------------------
-# A backward reduces units in an order, and is expected to repeat the order of the previous backward.
-
-
-class ReductionOrder:
-    """The reductions of the current backward, and of the last earlier backward that reduced anything."""
-
-    def __init__(self, predicts: bool) -> None:
-        """Begins without a backward. `predicts` is False if backwards are not expected to repeat the previous order."""
-        self._predicts = predicts
-        self._before: tuple[int, ...] = ()
-        self._now: list[int] = []
-
-    def expected(self, unit: int, in_turn: bool) -> tuple[int, ...]:
-        """Records a reduction. Returns the reductions expected from it on if it is the first of a backward, else ().
-
-        If micro-batches take turns (`in_turn`), each micro-batch reduces other units.
-        """
-        self._now.append(unit)
-        first = self._predicts and not in_turn and len(self._now) == 1
-        return self._before if first and self._before[:1] == (unit,) else ()
-
-    def end_backward(self) -> None:
-        """Ends a backward. A backward that has reduced nothing, as when micro-batches add up, changes nothing."""
-        if self._now:
-            self._before, self._now = tuple(self._now), []
-
-
 # -- reduce scatter ------------------------------------------------------------------------------------
 
 
@@ -328,8 +292,8 @@ class ReduceScatterAccumulator(GradientAccumulator):
         self._starts = [layout.device_starts for layout in layouts]
         """Start of each segment among the gradients that this rank computes, by unit."""
         self._adds_up, self._exchanges, self._in_place = reduction.whole, reduction.exchanges, reduction.in_place
-        self._adds_up_turns = not reduction.whole and reduction.dtype == dtypes.sums
-        """True if buckets have the dtype of sums."""
+        self._adds_up_turns = reduction.turns and reduction.dtype == dtypes.sums
+        """True if buckets have the dtype of sums, and the config lets micro-batches take turns."""
         largest, keep = max(reduction.numels(layouts)), device_arena.keep
         self._sent = [reduction.dtype_of(layout) for layout in layouts]
         """Dtype that the gradients of each unit are sent in."""
@@ -340,18 +304,11 @@ class ReduceScatterAccumulator(GradientAccumulator):
         if self._adds_up:
             self._room = [[keep(layout.gradient_numel * dtypes.sums.itemsize)] for layout in layouts]
         rounded = buckets if self._adds_up else []
-        self._numels, self._joined = reduction.numels(layouts), reduction.joined
         self._memory = ExchangeMemory(reduction, largest, rounded, keep)
         longest = max(map(len, parts))
         sums = [keep(longest * torch.float32.itemsize).view(torch.float32) for _ in range(reduction.sums)]
         codes = [keep(nbytes) for nbytes in reduction.sum_codes(list(map(len, parts)))]
         self._over_replicas = ReplicaSums(self._ranks, sums, codes)
-        self._together: tuple[int, ...] = ()
-        """Units of an exchange that has not begun, as not all of them have come."""
-        self._packed: torch.Tensor = torch.empty(0)
-        """Rows of these units, (shards, numel of their partitions)."""
-        self._units: dict[int, int] = {}
-        """Units that are in `_packed`, as in `GradientExchange`."""
         self._under_way: deque[GradientExchange] = deque()
         """Exchanges whose values are not added up, oldest first. `Rounds.lock` guards it."""
         self._adding = False
@@ -360,8 +317,6 @@ class ReduceScatterAccumulator(GradientAccumulator):
         """Event after the compute that has added up the last exchange."""
         self._held: dict[int, _Held] = {}
         """Gradients that are not reduced, by unit."""
-        # A rank that leaves a series sends zeros, and needs room for them as well as for gradients that wait.
-        self._order = ReductionOrder(predicts=reduction.whole or reduction.buckets > 1)
         self._unit = -1
         self._filled: set[int] = set()
         """Segments of `_unit` that have a gradient of this backward."""
@@ -441,17 +396,10 @@ class ReduceScatterAccumulator(GradientAccumulator):
             self._room[unit].append(unit_sum.memory.view(torch.uint8))
 
     def _reduce(self) -> None:
-        """Reduces the unit under way, or leaves its sum for later; starts the copies of small results set aside."""
-        in_turn = not self._adds_up and self._schedule.interleaves
-        expected = self._order.expected(self._unit, in_turn)
-        if self._adds_up and self._rounds.reduces_another_next(self._unit):
-            # To leave the series here would send the units left in it without their last micro-batch, which rounds
-            # otherwise. So this sum waits in its own memory for the end of the backward, when all sums are complete.
-            self._unit, self._filled = -1, set()
-        else:
-            # The unit has its gradients. While it waits for the other ranks, its room is for a unit that these gather.
-            self._callbacks.leave_weights()
-            self._rounds.reduce(self._unit, expected)
+        """Reduces the unit under way, and starts the copies of small results that were set aside."""
+        # The unit has its gradients. While it waits for the other ranks, its room is for a unit that these gather.
+        self._callbacks.leave_weights()
+        self._rounds.reduce(self._unit)
         super()._flush()
         aside, self._aside = self._aside, []
         for unit, segment, gradient, computed in aside:
@@ -463,8 +411,6 @@ class ReduceScatterAccumulator(GradientAccumulator):
         """Reduces the unit under way, if there is one, and stores all received sums for their updates."""
         while self._unit >= 0:
             self._reduce()
-        self._order.end_backward()
-        self._rounds.end_reductions()
         self._finish()
         super()._flush()
 
@@ -472,9 +418,11 @@ class ReduceScatterAccumulator(GradientAccumulator):
     def complete(self) -> None:
         """Completes a backward, and reduces all sums of this rank that were not reduced with their last gradient."""
         self.end_backward()
-        for unit in sorted(self._held):
-            self._unit = unit
-            self._rounds.reduce(unit)
+        # In the order of an agreement, so that each unit is reduced once. Other ranks may reduce some of these first.
+        for unit in sorted(self._held, reverse=True):
+            if unit in self._held:
+                self._unit = unit
+                self._rounds.reduce(unit)
         self._finish()
         super()._flush()
 
@@ -486,23 +434,23 @@ class ReduceScatterAccumulator(GradientAccumulator):
         return self._unit
 
     @uninterrupted
-    def serve_reduce(self, unit: int, holders: Sequence[int], following: Sequence[int]) -> None:
+    def serve_reduce(self, unit: int, holders: Sequence[int], complete: bool) -> None:
         """Starts the sum of the gradients of `unit` from the ranks `holders`, and ends sums that began before.
 
         This rank keeps its partition of the mean over all ranks: ranks outside `holders` contribute zeros. Every rank
-        calls this at the same time. All reduce the units `following` next; a unit that is small enough waits for them.
+        calls this at the same time. Where each rank adds up a step, all ranks contribute their sums.
         """
         part, ranks = self._parts[unit], self._sharing[unit]
         mesh = ranks.mesh
-        units, numel = {unit: 0}, len(part)
+        # A rank whose last micro-batch leaves out this unit never asks for its sum. Sent later, it would round apart.
+        holders = range(self._ranks.size) if self._adds_up else holders
         sends = self._ranks.rank in holders
         # compute stream: NCCL waits for the calling thread's stream, but another stream may have added up received
         # rows.
         self._device.wait_event(self._added)
-        assert sends or unit != self._unit, "the other ranks take what was announced for what is sent"
         rows = sent = None
         if sends:
-            # All ranks send in a series. A rank that has left the series sends zeros.
+            # A rank without a gradient in its sum of a step sends zeros.
             unit_sum = self._held.get(unit) or self._hold(unit)
             layout, starts, sent = self._layouts[unit], self._starts[unit], unit_sum.memory
             # Parameters without a gradient here add nothing to the mean, and padding may share a block of codes.
@@ -512,19 +460,10 @@ class ReduceScatterAccumulator(GradientAccumulator):
                 self._unit, self._filled = -1, set()
             del self._held[unit]
             rows = sent[: mesh.shards * len(part)].view(mesh.shards, len(part))
-            together = self._together or self._joined_with(unit, holders, following)
-            if len(together) > 1:
-                units, rows = self._pack(unit, rows, together)
+            rows = self._memory.send(rows, self._sent[unit])
+            if self._memory.form is not None:
                 self._free(unit, sent)
                 sent = None
-                if unit != together[-1]:
-                    return
-                self._together, numel = (), rows.shape[1]
-            else:
-                rows = self._memory.send(rows, self._sent[unit])
-                if self._memory.form is not None:
-                    self._free(unit, sent)
-                    sent = None
         members = [self._ranks.members[rank] for rank in holders]
         among = [ranks.members.index(member) for member in members if member in ranks.members]
         senders, alone = mesh.shards_among(among, ranks.rank), self._callbacks.keeps_gradients()
@@ -533,38 +472,16 @@ class ReduceScatterAccumulator(GradientAccumulator):
                 self._add_received()  # ends a sum of zeros that this rank may have begun from the same memory
             received, work = self._over_replicas.begin_in_place(rows, len(part), alone)
         else:
-            received = self._memory.receive(len(senders), numel, self._sent[unit])
+            received = self._memory.receive(len(senders), len(part), self._sent[unit])
             work = ranks.exchange(received, rows, senders)
             if mesh.replicas > 1:
                 work.order_compute()
                 received, work = self._over_replicas.begin(received, len(part), alone)
                 self._free(unit, sent)
                 sent = None
-        self._under_way.append(GradientExchange(units, received, sent, work))
+        self._under_way.append(GradientExchange(unit, complete, received, sent, work))
         # The exchange before is added up while the new one runs; without overlap the new one is added up here.
         self._add_received(self._exchanges - 1)
-
-    def _joined_with(self, unit: int, holders: Sequence[int], following: Sequence[int]) -> tuple[int, ...]:
-        """Returns `unit` and those of `following`, which all ranks reduce next, that the same exchange takes."""
-        # All ranks send in a series, and any rank may be missing among the holders of another reduction.
-        if not self._joined or len(holders) < self._ranks.size:
-            return (unit,)
-        alike = itertools.takewhile(lambda other: self._sent[other] is self._sent[unit], following)
-        return join((unit, *alike), self._numels, self._joined)
-
-    def _pack(self, unit: int, rows: torch.Tensor, together: tuple[int, ...]) -> tuple[dict[int, int], torch.Tensor]:
-        """Copies the rows of `unit`, (shards, numel), to those of all units `together`.
-
-        Returns the units that have come, each with the first element of its partition in a row, and the rows.
-        """
-        if not self._together:
-            numel = sum(len(self._parts[other]) for other in together)
-            self._together, self._units = together, {}
-            self._packed = self._memory.pack(len(rows), numel, self._sent[unit])
-        at = sum(len(self._parts[other]) for other in together[: together.index(unit)])
-        self._packed[:, at : at + rows.shape[1]].copy_(rows)
-        self._units[unit] = at
-        return self._units, self._packed
 
     def _free(self, unit: int, sent: torch.Tensor | None) -> None:
         """Frees memory of gradients, for compute that is ordered after the calling thread's compute."""
@@ -592,13 +509,12 @@ class ReduceScatterAccumulator(GradientAccumulator):
                 if self._adding:
                     raise self._ranks.fail("it has failed while it added gradients up")
                 self._adding = True
-                for unit, at in exchange.units.items():
-                    self._put_mean(unit, exchange.received[:, at:])
+                self._put_mean(exchange)
                 self._end(exchange)
                 self._adding = False  # not in a `finally`: a sum that is added in part must not be added again
 
     def _end(self, exchange: GradientExchange) -> None:
-        self._free(next(iter(exchange.units), 0), exchange.sent)
+        self._free(exchange.unit, exchange.sent)
         self._under_way.popleft()
 
     def _drop_received(self) -> None:
@@ -608,9 +524,9 @@ class ReduceScatterAccumulator(GradientAccumulator):
                 self._end(self._under_way[0])
             self._adding = False
 
-    def _put_mean(self, unit: int, received: torch.Tensor) -> None:
-        """Adds up the contributions to this rank's partition of `unit`, and passes their mean to `put`."""
-        part = self._parts[unit]
+    def _put_mean(self, exchange: GradientExchange) -> None:
+        """Adds up the contributions to this rank's partition of a unit, and passes their mean to `put`."""
+        unit, part = exchange.unit, self._parts[exchange.unit]
         ranks = 1 if self._callbacks.keeps_gradients() else self._ranks.size
         for position, segment in enumerate(self._layouts[unit].segments):
             first, last = max(segment.start, part.start), min(segment.stop, part.stop)
@@ -619,8 +535,8 @@ class ReduceScatterAccumulator(GradientAccumulator):
                 stop = min(start + CHUNK, last)
                 at = start - part.start
                 # Nothing reads the received rows again, and on the host `put` has copied the mean when it returns.
-                mean = mean_of(received, at, at + stop - start, ranks, self._device.host_addressable)
-                self.put(unit, position, start - segment.start, mean)
+                mean = mean_of(exchange.received, at, at + stop - start, ranks, self._device.host_addressable)
+                self.put(unit, position, start - segment.start, mean, exchange.complete)
 
     # -- calls after all exchanges have ended --------------------------------------------------------
 
@@ -673,7 +589,6 @@ class ReduceScatterAccumulator(GradientAccumulator):
         for unit in list(self._held):  # also of units that an update reads
             self._release(unit)
         self._unit, self._filled, self._aside = -1, set(), []
-        self._units = {}
         self._seen = [set() for _ in self._layouts]
 
     def close(self) -> None:

@@ -91,10 +91,13 @@ class EngineCallbacks(Protocol):
     def serve_gather(self, unit: int) -> None:
         """Takes part in the gather of a unit that another rank needs."""
 
-    def serve_reduce(self, unit: int, holders: Sequence[int], following: Sequence[int]) -> None:
+    def reduction_position(self, unit: int) -> int:
+        """Returns the place of a reduction of `unit` now in the order of a step's reductions, as all ranks know it."""
+
+    def serve_reduce(self, unit: int, holders: Sequence[int], complete: bool) -> None:
         """Takes part in the reduction of a unit's gradients. The ranks `holders` contribute to it.
 
-        All ranks reduce the units `following` next, in this order.
+        The sums of the step are `complete` with it.
         """
 
 

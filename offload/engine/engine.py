@@ -473,8 +473,16 @@ class EngineCore(EngineCallbacks):
         self.sleeping.wake()
         self.components.pager.serve_gather(unit)
 
-    def serve_reduce(self, unit: int, holders: Sequence[int], following: Sequence[int]) -> None:
-        self.components.gradients.serve_reduce(unit, holders, following)
+    def reduction_position(self, unit: int) -> int:
+        # Backwards mostly go through the units from the last to the first.
+        units, schedule = len(self.components.layouts), self.components.schedule
+        before, micro_batch = units - 1 - unit, self.accumulation.count + schedule.micro_batch
+        if schedule.interleaves:
+            return before * self.state.settings.accumulation + micro_batch
+        return micro_batch * units + before
+
+    def serve_reduce(self, unit: int, holders: Sequence[int], complete: bool) -> None:
+        self.components.gradients.serve_reduce(unit, holders, complete)
 
 
 # -- any engine ----------------------------------------------------------------------------------------

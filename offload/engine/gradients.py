@@ -590,7 +590,7 @@ class GradientAccumulator:
         if alone and self._may_keep(unit, segment, gradient):
             self._keep_whole(unit, segment, flat(gradient))
         elif self._layouts[unit].segments[segment].numel:
-            self.put(unit, segment, 0, flat(gradient))
+            self.put(unit, segment, 0, flat(gradient), self._callbacks.is_last_micro_batch())
 
     def _adds_rows(self, unit: int, segment: int, gradient: torch.Tensor) -> bool:
         """Returns True if a sparse gradient of rows is to be added to a gradient on DISK, which the host adds up."""
@@ -662,19 +662,23 @@ class GradientAccumulator:
         return -1
 
     @uninterrupted
-    def serve_reduce(self, unit: int, holders: Sequence[int], following: Sequence[int]) -> None:
-        """Sums the gradients of `unit` that the ranks `holders` contribute. Every rank calls this at the same time."""
+    def serve_reduce(self, unit: int, holders: Sequence[int], complete: bool) -> None:
+        """Sums the gradients of `unit` that the ranks `holders` contribute. Every rank calls this at the same time.
+
+        With them the sums of the step are `complete`.
+        """
         raise AssertionError("a process that trains alone reduces nothing")
 
-    def put(self, unit: int, segment: int, first: int, values: torch.Tensor) -> None:
+    def put(self, unit: int, segment: int, first: int, values: torch.Tensor, complete: bool) -> None:
         """Stores or adds `values`, (n,) on the device, as elements [first, first + n) of this rank's part of a segment.
 
-        Calls of one step whose ranges overlap must have the same range. A range begins a multiple of `CHUNK` elements
+        With the values of the last micro-batch a sum is `complete`: it may be rounded. Calls of one step whose ranges
+        overlap must have the same range. A range begins a multiple of `CHUNK` elements
         after this rank's first element of the segment.
         """
         if values.dtype not in SUMMED:
             values = values.to(self.dtypes.sums)
-        key, new, complete = (segment, first), self._is_new(unit, segment, first), self._callbacks.is_last_micro_batch()
+        key, new = (segment, first), self._is_new(unit, segment, first)
         # A gradient begins a total on the device, or is added to one, or is stored.
         if self.totals.has(unit, key) or (new and self._has_totals(unit) and not self._leaves(unit, complete)):
             start = self._start(unit, segment, first)

@@ -192,7 +192,7 @@ class ZeroGradients:
                 # An update of the unit's other parameters may have begun: it lacks this one.
                 self._gradients.completion.changed(unit)
                 zeros = torch.zeros(stop - start, dtype=self._gradients.dtypes.values, device=self._device)
-                self._gradients.put(unit, position, start - segment.start, zeros)
+                self._gradients.put(unit, position, start - segment.start, zeros, complete=True)
         if self._rows:
             self._gradients.receive_totals()
 

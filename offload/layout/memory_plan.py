@@ -229,15 +229,12 @@ def reduction_of(
     # A replica of one shard sends only its sums, to the other replicas.
     form = CODES if zero.zero_quantized_gradients and world_size > 1 else None
     coded_sums = zero.zero_quantized_gradients and 1 < replicas <= MOST_CODED_REPLICAS
-    joined = 0
-    if replicas == 1 and form is None and not turns and not _owns_experts(layouts):
-        joined = _joined(zero.reduce_bucket_size, [layout.trainable_stop for layout in layouts])
     if whole:  # a bucket receives the rounded values of a sum of another dtype
         buckets = 0 if dtype == sums else exchanges
     elif turns:
         buckets = 2
-    else:  # a bucket is free again once its values are encoded; a series, whose units are joined, needs two
-        buckets = max(exchanges, 2 if joined else 1) if form is None else 1
+    else:  # a bucket is free again once its values are encoded
+        buckets = exchanges if form is None else 1
     return Reduction(
         dtype=dtype,
         wide=named is None,
@@ -248,12 +245,12 @@ def reduction_of(
         form=form,
         coded_sums=coded_sums,
         in_place=world_size == 1 < replicas and dtype is torch.float32 and not coded_sums,
-        joined=joined,
+        turns=turns and not whole,
     )
 
 
 def _joined(most: int | None, sizes: Sequence[int]) -> int:
-    """Returns the largest size of several units that share a collective; 0 if no two neighbours are small enough.
+    """Returns the largest size of several units that share a gather; 0 if no two neighbours are small enough.
 
     It is at most half of the largest unit, so that large units are not copied, and buffers stay small.
     """

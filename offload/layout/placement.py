@@ -179,11 +179,10 @@ def least_holds(parts: Partitions) -> str:
             f"it must hold the states stored there, {largest} and "
             f"{format_size(parts.collectives_nbytes)} for gradients and codes that ranks send each other"
         )
-    if parts.joined_gathers or (reduction is not None and reduction.joined):
+    if parts.joined_gathers:
         return (
             f"it must hold the states stored there, {largest} and "
-            f"{format_size(parts.collectives_nbytes)} for what ranks send each other, more by reduce_bucket_size and "
-            "allgather_bucket_size"
+            f"{format_size(parts.collectives_nbytes)} for what ranks send each other, more by allgather_bucket_size"
         )
     times = 2 if reduction is None else reduction.exchanges + reduction.buckets
     less = "" if reduction is None or reduction.exchanges < 2 else ', fewer with "overlap_comm": false'

@@ -62,8 +62,8 @@ class Reduction:
     """True if replicas send codes of their sums."""
     in_place: bool = False
     """True if each rank is a replica by itself, so its gradients are summed over the replicas in their own memory."""
-    joined: int = 0
-    """Most elements that units whose gradients are sent by one collective have together; 0 for one unit at a time."""
+    turns: bool = False
+    """True if the config lets micro-batches take turns, and so add up in a bucket before they are reduced."""
 
     def dtype_of(self, layout: UnitLayout) -> torch.dtype:
         """Returns the dtype in which ranks send the gradients of a unit."""
@@ -80,11 +80,6 @@ class Reduction:
         if self.in_place:
             return 0
         return self.exchanges if self.replicas == 1 else 1
-
-    @property
-    def packed(self) -> int:
-        """Number of buffers, of `joined` elements, for the gradients of several units that are sent together."""
-        return self.exchanges if self.joined else 0
 
     @property
     def coded(self) -> int:
@@ -118,8 +113,7 @@ class Reduction:
         through = (self.received + self.coded) * align_up(self.sent_nbytes(largest))
         sums = self.sums * align_up(max(shard_numels) * torch.float32.itemsize)
         sums += sum(map(align_up, self.sum_codes(shard_numels)))
-        packed = self.packed * align_up(self.joined * self.dtype.itemsize)
-        return self.buckets * align_up(largest * self.dtype.itemsize) + packed + through + sums
+        return self.buckets * align_up(largest * self.dtype.itemsize) + through + sums
 
 
 def join(units: Sequence[int], numels: Sequence[int], most: int) -> tuple[int, ...]:

@@ -153,11 +153,18 @@ MUTANTS = (
         "tests/ranks/test_ranks.py",
     ),
     Mutant(
-        "add the first of several units that are sent together to each of them",
+        "round a sum when an earlier micro-batch is added late",
         "offload.distributed.reduce_scatter",
-        "exchange.received[:, at:]",
-        "exchange.received",
-        "tests/ranks/test_ranks.py",
+        "mean, exchange.complete)",
+        "mean, self._callbacks.is_last_micro_batch())",
+        "tests/ranks/test_agreement.py",
+    ),
+    Mutant(
+        "send the sum of a step only if the last micro-batch has used the unit",
+        "offload.distributed.reduce_scatter",
+        "        holders = range(self._ranks.size) if self._adds_up else holders\n",
+        "",
+        "tests/ranks/test_agreement.py",
     ),
     Mutant(
         "give one unit the weights of another that the same collective gathers",

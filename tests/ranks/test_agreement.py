@@ -37,7 +37,7 @@ from offload.distributed.process_group import Communication
 from offload.engine import setup
 from offload.errors import BudgetError, ConfigError, EngineFailed, RankError, UsageError
 from offload.swapper.pager import UnitState
-from tests.support import rounding_bounds
+from tests.support import models, rounding_bounds
 from tests.support.drives.fault_injection import LateQueue, use_queue
 from tests.support.oracle import (
     Job,
@@ -46,11 +46,12 @@ from tests.support.oracle import (
     assert_same,
     assert_same_tensors,
     config,
+    trained,
     weights_of,
 )
 from tests.support.param_states import gpt2
-from tests.support.ranks.rank_jobs import JOBS, rows_loss
-from tests.support.ranks.rank_pool import RankPool, rank_and_size, start, train
+from tests.support.ranks.rank_jobs import JOBS, my_rows, rows_loss
+from tests.support.ranks.rank_pool import RankPool, pool, rank_and_size, start, train
 
 FREE = (Collective.USE, Collective.REDUCE)
 TOGETHER = (Collective.STEP, Collective.EDIT, Collective.END, Collective.MEAN)
@@ -357,9 +358,7 @@ def sent_by_step(job: Job, folder: Path, scatter: bool = False, **options: Any) 
     return sent, Result(losses, norms, weights)
 
 
-def test_a_recorded_step_has_one_round_for_its_gathers_and_one_for_its_reductions(
-    ranks: RankPool, tmp_path: Path
-) -> None:
+def test_a_recorded_step_has_one_round_for_its_gathers(ranks: RankPool, tmp_path: Path) -> None:
     job = JOBS["gpt2"]._replace(steps=3)
     for sent, _ in ranks.run(sent_by_step, job, tmp_path, True):
         units = sent[-1].weights.collectives
@@ -368,8 +367,8 @@ def test_a_recorded_step_has_one_round_for_its_gathers_and_one_for_its_reduction
         for step in sent[1:]:
             assert step.weights.collectives == sent[0].weights.collectives, "each unit is gathered once"
             assert step.gradients.collectives == units
-            # One for all gathers, one for all reductions, and one for the step.
-            assert step.agreement.collectives == 3
+            # One for all gathers, one for each reduction, and one for the step.
+            assert step.agreement.collectives == 2 + units
 
 
 # -- other paths --------------------------------------------------------------------------------------
@@ -387,20 +386,21 @@ class Branching(nn.Module):
 
     def forward(self, ids: torch.Tensor) -> torch.Tensor:
         hidden = self.embedding(ids)
-        for layer in PATHS.get(self.step, (SAME_PATH, SAME_PATH))[rank_and_size()[0]]:
+        for layer in PATHS.get(self.step, (SAME_PATH,) * 3)[rank_and_size()[0]]:
             hidden = hidden + self.layers[layer](hidden)
         return self.head(hidden)
 
 
 SAME_PATH = (0, 1, 2, 3)
-PATHS = {3: (SAME_PATH, (0, 1, 3)), 5: ((0, 1, 3), (1, 4, 2, 0))}
-"""Of both ranks: one leaves out a layer; later each takes another way, one through a layer that nobody has used."""
+PATHS = {3: (SAME_PATH, (0, 1, 3), (0, 2)), 5: ((0, 1, 3), (1, 4, 2, 0), SAME_PATH)}
+"""Of each rank: some leave out a layer; later each takes another way, one through a layer that nobody has used."""
 
 
 def branching_loss(model: Any, step: int, micro: int) -> torch.Tensor:
     """Ranks take the ways of a step in its last micro-batch, the second where there are two."""
     getattr(model, "module", model).step = step if micro == 1 else -1
-    return rows_loss(model, step, micro)
+    ids = my_rows(models.tokens(step, micro, (6, 16), 61))  # two or three ranks divide six rows
+    return models.token_loss(model(ids), ids)
 
 
 def branching_loss_at_once(model: Any, step: int, micro: int) -> torch.Tensor:
@@ -441,32 +441,33 @@ def train_alone(job: Job, size: int = 2) -> Result:
 @pytest.mark.works("Several ranks", "a step in which a rank leaves the path of the steps before", "right")
 @pytest.mark.numeric
 def test_a_rank_may_leave_the_path_in_any_step(job: Job, ranks: RankPool, tmp_path: Path) -> None:
-    """Its gradients are reduced behind the series, in which it sends none, and none counts twice.
-
-    In stage 1 the series waits for its sums.
-    """
+    """Each gradient counts once. In stage 1 no reduction is added for those that come later."""
     expected = train_alone(job)
     (sent, one), (_, other) = ranks.run(sent_by_step, job, tmp_path)
     assert_same_tensors(one.weights, other.weights)
     means = [sum(pair) / 2 for pair in zip(one.losses, other.losses, strict=True)]
     rounding_bounds.same_training(Result(means, one.norms, one.weights), expected, job, reordered=True)
-    backwards = job.accumulation if job.stage == 3 else 1
-    if job.overlap is not False:
-        rounds = [step.agreement.collectives for step in sent]
-        reductions = [step.gradients.collectives for step in sent]
-        gathers = job.shard_size != 1  # whole weights are not gathered
-        assert rounds[2] == 1 + gathers + backwards, "the third step follows its series"
-        if job.stage == 3:
-            assert rounds[3] > rounds[2] and reductions[3] > reductions[2], "the fourth leaves one of them"
-        else:  # sums of a step wait for the end of the backward
-            assert (rounds[3], reductions[3]) == (rounds[2], reductions[2])
+    reductions = [step.gradients.collectives for step in sent]
+    assert reductions[3] == reductions[2], "a rank that leaves out a layer waits for the next one of all"
 
 
-def in_lives(job: Job, lives: tuple[int, ...], folder: Path) -> Result:
+def asking_loss(model: Any, step: int, micro: int) -> torch.Tensor:
+    """Each rank asks for the mean of a number in the middle of the backward of a branch."""
+    layer = getattr(model, "module", model).layers[0]
+    with contextlib.ExitStack() as entered:
+        if hasattr(model, "mean"):
+            hook = layer.register_forward_hook(
+                lambda _, __, out: out.register_hook(lambda _: model.mean(1.0) and None) and None
+            )
+            entered.callback(hook.remove)
+        return branching_loss(model, step, micro)
+
+
+def in_lives(job: Job, lives: tuple[int, ...], folder: Path, room: str = ROOM) -> Result:
     """Trains up to each number of steps of `lives`, by an engine that resumes what the one before has committed."""
     losses, norms, weights = [], [], {}
     for steps in lives:
-        engine = start(job, DISK, folder, device_memory=ROOM, resume="auto", durability="step")
+        engine = start(job, DISK, folder, device_memory=room, resume="auto", durability="step")
         while engine.global_steps < steps:
             losses.append(accumulated_step(engine, job, engine.global_steps))
             norms.append(engine.get_global_grad_norm() or 0.0)
@@ -475,14 +476,60 @@ def in_lives(job: Job, lives: tuple[int, ...], folder: Path) -> Result:
     return Result(losses, norms, weights)
 
 
+def same_in_all_lives(job: Job, ranks: RankPool, folder: Path) -> None:
+    unbroken = ranks.run(in_lives, job, (6,), folder / "unbroken")
+    # The first step of a life asks before each gather, as all do where not all units fit on the device.
+    lives = [("resumed", (3, 5, 6), ROOM)]
+    if job.stage == 3:
+        lives.append(("little room", (6,), "180KiB"))
+    for name, steps, room in lives:
+        for expected, result in zip(unbroken, ranks.run(in_lives, job, steps, folder / name, room), strict=True):
+            assert_same(expected, result)
+
+
+SIX = TWICE._replace(steps=6)
+LEAVING = {
+    "stage 1": SIX._replace(stage=1),
+    "stage 1, 16 bits": SIX._replace(stage=1, dtype="bf16"),
+    "replicas of a shard": SIX._replace(stage=1, shard_size=1),
+    "stage 2": SIX._replace(stage=2, overlap=True),
+    "stage 3": SIX,
+    "stage 3, 16 bits": SIX._replace(dtype="bf16", overlap=False),
+    "a question in a backward": SIX._replace(loss=asking_loss),
+}
+
+
+@pytest.mark.sample(3)
+@pytest.mark.parametrize("name", LEAVING)
+def test_a_rank_that_leaves_the_path_adds_up_the_same_in_each_life(name: str, ranks: RankPool, tmp_path: Path) -> None:
+    """Neither the steps of a life before it nor the room on the device decide which gradients are added together."""
+    same_in_all_lives(LEAVING[name], ranks, tmp_path)
+
+
 @pytest.mark.sample(1)
-@pytest.mark.parametrize("shard_size", [-1, 1])
-def test_a_rank_that_leaves_the_path_sends_whole_sums(shard_size: int, ranks: RankPool, tmp_path: Path) -> None:
-    """The first backward of a life follows no series, so a life that begins with the branch has its sums at once."""
-    job = TWICE._replace(stage=1, steps=4, shard_size=shard_size)
-    one = ranks.run(in_lives, job, (4,), tmp_path / "one")
-    for unbroken, resumed in zip(one, ranks.run(in_lives, job, (3, 4), tmp_path / "two"), strict=True):
-        assert_same(unbroken, resumed)
+@pytest.mark.parametrize("name", LEAVING)
+def test_three_ranks_that_leave_the_path_add_up_the_same_in_each_life(name: str, tmp_path: Path) -> None:
+    with pool(3) as three:
+        same_in_all_lives(LEAVING[name], three, tmp_path)
+
+
+def in_order(job: Job, folder: Path, schedule: str) -> tuple[bool, Result]:
+    engine = start(job, DISK, folder, device_memory="400KiB", activations="auto", schedule=schedule)
+    result, turns = trained(engine, job, accumulated_step), testing.inspect(engine).takes_turns
+    engine.destroy(remove=True)
+    return turns, result
+
+
+@pytest.mark.parametrize("dtype", ["fp32", "bf16"])
+def test_an_order_that_is_chosen_for_the_user_adds_up_as_the_plain_one(
+    dtype: str, ranks: RankPool, tmp_path: Path
+) -> None:
+    """The room for units decides whether "auto" lets micro-batches take turns."""
+    job = JOBS["gpt2"]._replace(accumulation=3, steps=3, dtype=dtype)
+    (turns, chosen), _ = ranks.run(in_order, job, tmp_path / "chosen", "auto")
+    (loops, plain), _ = ranks.run(in_order, job, tmp_path / "plain", "micro_batch_major")
+    assert turns and not loops
+    assert_same(plain, chosen)
 
 
 # -- random paths -------------------------------------------------------------------------------------

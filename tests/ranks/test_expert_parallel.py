@@ -78,7 +78,7 @@ FOUR: dict[str, dict[str, Any]] = {
     "two owners of each expert": {},
     "one owner": {"experts": 4},
     "stage 1": {"stage": 1},
-    "stage 2, with buckets": {"stage": 2, "overlap": True, "bucket": 10**6},
+    "stage 2, with small units together": {"stage": 2, "overlap": True, "bucket": 10**6},
 }
 
 

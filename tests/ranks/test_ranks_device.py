@@ -31,7 +31,7 @@ CASES = {
         experts_of_one_rank, rows_loss, steps=2, accumulation=2, stage=1, overlap=True, shard_size=1
     ),
     "experts": JOBS["mixture"]._replace(steps=2, dtype="bf16"),
-    "small units in one collective": JOB._replace(stage=2, overlap=True, bucket=1 << 30),
+    "small units in one gather": JOB._replace(stage=2, overlap=True, bucket=1 << 30),
     "weights and gradients in codes": JOB._replace(quantized="weights gradients"),
 }
 

@@ -544,7 +544,7 @@ def _in_memory(scenario: Scenario, folder: Path) -> _Log:
 def _budgets(scenario: Scenario, folder: Path) -> dict[str, int]:
     budgets: dict[str, int] = {}
     with _scheduled(scheduler := Scheduler(Listed()), scenario):
-        for which, above in (("device_memory", scenario.device), ("host_memory", scenario.host)):
+        for which, above in (("host_memory", scenario.host), ("device_memory", scenario.device)):
             budgets |= budget(scenario.job(), scenario.placement, which, above, folder, **scenario.options, **budgets)
         scheduler.close()
     return budgets

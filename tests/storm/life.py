@@ -144,7 +144,8 @@ def _options(plan: Plan, folder: Path) -> dict[str, Any]:
 def _train(plan: Plan, folder: Path, log: _Log, weather: Weather) -> None:
     """Trains from the last commit to the last step."""
     job, options = plan.job(), _options(plan, folder)
-    for which, above in (("device_memory", plan.device), ("host_memory", plan.host)):
+    # With little host memory a CPU cannot use all weights where they are, and the device needs room for some.
+    for which, above in (("host_memory", plan.host), ("device_memory", plan.device)):
         options |= budget(job, plan.placement, which, above, folder / "runs", **options)
     engine = start(job, plan.placement, folder / "runs", resume="auto", **options)
     try:

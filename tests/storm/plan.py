@@ -229,8 +229,8 @@ def draw(seed: int, kind: str = "") -> Plan:
         device=chance.choice([*budgets, *([5.0] if ranks == 1 else [])]),
         drives=chance.choice([1, 1, 2]),
         ranks=ranks,
-        # In stage 3 turns add micro-batches up before ranks, and one micro-batch after the other after them.
-        stage=1 if ranks > 1 and options.get("schedule", "micro_batch_major") != "micro_batch_major" else 3,
+        # In stage 3 this order adds micro-batches up before ranks, and the calm run adds them after the ranks.
+        stage=1 if ranks > 1 and options.get("schedule") == "layer_major" else 3,
         pieces=chance.random() < 0.5,
         late_io=chance.choice([0.0, 0.001, 0.005]),
         late_device=late_device,
@@ -258,7 +258,7 @@ def draw(seed: int, kind: str = "") -> Plan:
 
 def _in_a_stage(plan: Plan, chance: random.Random) -> Plan:
     """Returns a plan in another stage of ZeRO."""
-    turns = plan.options.get("schedule", "micro_batch_major") != "micro_batch_major"
+    turns = plan.options.get("schedule") == "layer_major"
     return plan._replace(stage=chance.choice([0, 0, 1] if turns else [0, 0, 1, 2]))
 
 
@@ -391,7 +391,7 @@ def simpler(plan: Plan) -> Iterator[Plan]:
         "model": "gpt2",
         "optimizer": "AdamW",
     }
-    if plan.options.get("schedule", "micro_batch_major") != "micro_batch_major":
+    if plan.options.get("schedule") == "layer_major":
         del plain["stage"]  # in stage 3 ranks add up otherwise than the calm run
     for name, value in plain.items():
         if getattr(plan, name) != value:

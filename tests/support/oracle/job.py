@@ -49,7 +49,7 @@ class Job(NamedTuple):
     shard_size: int = -1
     """`mics_shard_size` of ZeRO: ranks of a replica, all by default."""
     bucket: int | None = None
-    """`reduce_bucket_size` and `allgather_bucket_size` of ZeRO."""
+    """`allgather_bucket_size` of ZeRO."""
     node: int = 1
     """`zero_hpz_partition_size` of ZeRO: ranks of a node."""
     quantized: str = ""
@@ -96,7 +96,6 @@ def config(job: Job, placement: tuple[str, str], folder: Path, **options: Any) -
             "overlap_comm": job.overlap,
             "mics_shard_size": job.shard_size,
             "zero_hpz_partition_size": job.node,
-            "reduce_bucket_size": job.bucket,
             "allgather_bucket_size": job.bucket,
             **{f"zero_quantized_{word}": True for word in job.quantized.split()},
             "offload_param": {"device": weights},
