@@ -131,7 +131,7 @@ class TensorPlaces:
         parameter = self._model.get_parameter(name)
         origin = origin_of(parameter)
         if origin is None:
-            return "is made by its module" if is_deferred(parameter) else "is in memory already"
+            return "gets its first values from its module" if is_deferred(parameter) else "is in memory already"
         if not isinstance(origin, Stored | ConvertedParameter):
             return "is merged with an adapter"
         stored_dtype = next((stored.dtype for stored in _tensors_of(origin) if stored.dtype != dtype), None)
