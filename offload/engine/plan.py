@@ -673,7 +673,9 @@ def summary(plan: Plan, store: StoreSpec) -> str:
         # SGD without momentum keeps no state.
         moments = f"states on {tiers}" if tiers else "no states"
         states = f", {moments}{', gradients on disk' if placement.spilled else ''}"
-    in_place = " (weights are used in host memory)" if plan.device.host_addressable and not placement.device_nbytes else ""
+    in_place = (
+        " (weights are used in host memory)" if plan.device.host_addressable and not placement.device_nbytes else ""
+    )
     more = "" if placement.peak.activations or not plan.device.host_addressable else " and activations"
     return Headline(
         f"{plan.mode.name} on {plan.device.torch}: weights on {placement.tiers_of(State.WEIGHT) or 'nothing'}{states}; "
