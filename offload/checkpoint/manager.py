@@ -288,7 +288,8 @@ class Checkpoints:
         # A checkpoint has all weights itself.
         layouts = [layout._replace(in_files=False) for layout in self._components.layouts]
         layout = describe(layouts, self._components.shards.mode, mesh.shards, mesh.replicas)
-        facts = about_saved(self._module, self._components.divides_parameters)
+        components = self._components
+        facts = about_saved(self._module, components.divides_parameters, components.base_files)
         return TrainingPosition(self._state.global_steps, contents, layout, facts)
 
     def _inspect(self, folder: Path, options: LoadOptions) -> FoundCheckpoint:

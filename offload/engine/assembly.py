@@ -11,7 +11,7 @@ import logging
 import os
 import threading
 import uuid
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -85,10 +85,11 @@ from offload.layout.update_order import SecondPasses
 from offload.metrics.flops import StepProfiler, peak_of
 from offload.metrics.meter import ComputeSpans, Listener, Meter, Relay, StepMeter, compute_spans
 from offload.metrics.writers import check_monitor, make_reporter
+from offload.model_io.base_files import base_files
 from offload.model_io.deferred import Origin, origin_of
 from offload.model_io.folder import Stored
 from offload.model_io.places import TensorPlaces
-from offload.model_io.saved_names import about_saved
+from offload.model_io.saved_names import about_saved, described_adapter
 from offload.notices import Headline, show
 from offload.parallel.sequence import SequenceForward, SequenceParallel
 from offload.parallel.sharded_params import ShardedViews
@@ -379,6 +380,7 @@ def _components(
         store=files.store,
         queue=files.queue,
         read_only=files.read_only,
+        base_files=files.base_files,
         arena=host,
         layouts=plan.layouts,
         trainable=plan.trainable,
@@ -412,6 +414,8 @@ class RunFiles:
         """The swap files, locked."""
         self.model_files: ModelFiles | None = None
         """The model's own files, if weights are read there."""
+        self.base_files: Sequence[Mapping[str, Any]] = ()
+        """The files of frozen weights under adapters, with which the run began."""
         self.resumed = False
         """True if the files are open at a commit."""
         self._made = False
@@ -426,13 +430,14 @@ class RunFiles:
         First converts a run of another number of ranks to this number. Returns the state of a run that is resumed.
         """
         plan, queue = self._plan, self.queue
+        self.base_files = base_files(model)
         if queue is None or not plan.slots:
             return None
         config, world = plan.config, plan.world
         layout = describe(plan.layouts, plan.mode, world.ranks.mesh.shards, world.ranks.mesh.replicas)
         # Only a grid has a description of itself; the layout of any other store lacks the key.
         layout |= world.description
-        about = about_saved(model, world.divides_model)
+        about = about_saved(model, world.divides_model, self.base_files)
         spec = plan.placement.store(plan.parts, plan.slots, plan.shadowed, layout, about)
         if config.offload.resume == "never":
             run = Path(config.drives[0]) / config.offload.run
@@ -471,6 +476,8 @@ class RunFiles:
         progress.check_fits(plan.layouts)
         check_fits(progress, model, optimizer)
         self.resumed = True
+        if (adapter := described_adapter(self.store.spec.about)) is not None:
+            self.base_files = adapter.base_files
         return progress
 
     def source(self) -> WeightSource:

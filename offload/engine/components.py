@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from offload.aio.shared_queue import SharedQueue
 from offload.distributed.agreement import Agreement, AllOrNothing, Collective
@@ -61,6 +62,8 @@ class EngineComponents:
     """True if modules see DTensors in the place of their parameters."""
     extensions: tuple[Extension, ...]
     """Features that are installed on the model, in the order of installation."""
+    base_files: Sequence[Mapping[str, Any]]
+    """The files of frozen weights under adapters; see `model_io.base_files`."""
     peak: PeakMemory
     """The sum that the start has compared with the limits of host memory."""
 

@@ -640,8 +640,9 @@ class ModelEngine:
             The bytes given back by this call and by earlier calls since the engine was last awake.
 
         Raises:
-            UsageError: if a forward or a backward is running, if gradients wait for a step, or if a view of weights or
-                the graph of a forward is held. Nothing has changed then.
+            UsageError: if a forward or a backward is running, if gradients wait for a step, if a view of weights is
+                held, or if the graph of a forward holds weights, which it does not where they come for each use.
+                Nothing has changed then.
             BudgetError: if host memory has no room for states of the device that are in no file.
         """
         return self._core.sleep(host)

@@ -402,19 +402,21 @@ def _check_recorded_files(
         if not layout.in_files
         for segment in layout.segments
     }
-    for unit in _recorded_units(config, world) or ():
-        names = [entry["name"] for entry in unit["parameters"]] if unit.get("in_files") else []
-        lost = next((name for name in names if others.get(name) is not None), None)
+    units = [unit for unit in _recorded_units(config, world) or () if unit.get("in_files")]
+    for unit in units:
+        lost = next((entry["name"] for entry in unit["parameters"] if others.get(entry["name"]) is not None), None)
         if lost is None:
             continue
-        cure = (
-            "give the model with which the run began, as `offload.load_pretrained` reads it from its files, in the "
-            "dtype of the run"
+        for path in (path for unit in units for path in unit["files"] if not os.path.exists(path)):
+            raise StoreError(
+                f"the run {config.offload.run} reads frozen weights from {path}, which is missing: put the file back, "
+                "or give the model in its new folder"
+            )
+        raise StoreError(
+            f"the run {config.offload.run} reads {lost} from {unit['files'][0]}, and here it {others[lost]}: give the "
+            "model with which the run began, as `offload.load_pretrained` reads it from its files, in the dtype of the "
+            "run"
         )
-        place = unit["file"]
-        if not os.path.exists(place):
-            place, cure = f"{place}, which is missing", "put the file back, or give the model in its new folder"
-        raise StoreError(f"the run {config.offload.run} reads {lost} from {place}, and here it {others[lost]}: {cure}")
 
 
 def _weights_held(model: nn.Module) -> int:
@@ -518,7 +520,7 @@ def _recorded_parts(config: Config, world: World) -> Mapping[str, bool] | None:
 def _recorded_units(config: Config, world: World) -> Sequence[Mapping[str, Any]] | None:
     """Returns the units of the run that this start resumes, as `describe` does; None without such a run. Collective.
 
-    A unit in the model's own files has the path of its first tensor's file too, under "file".
+    A unit in the model's own files has the paths of its tensors' files too, under "files".
     """
 
     def of_this_rank() -> Sequence[Mapping[str, Any]] | None:
@@ -529,11 +531,11 @@ def _recorded_units(config: Config, world: World) -> Sequence[Mapping[str, Any]]
             if manifest is not None:
                 units, files = manifest.spec.fingerprint.get("units", ()), manifest.spec.files
                 # `StoreManifest.unpack` has checked that each unit in files has its places there.
-                first = {place["unit"]: files["files"][place["tensors"][0][0]] for place in files.get("units", ())}
-                return tuple(
-                    {**unit, "file": first[number]["path"]} if number in first else unit
-                    for number, unit in enumerate(units)
-                )
+                paths = {
+                    place["unit"]: [files["files"][tensor[0]]["path"] for tensor in place["tensors"]]
+                    for place in files.get("units", ())
+                }
+                return tuple({**unit, "files": paths.get(number, [])} for number, unit in enumerate(units))
         return None
 
     return next((units for units in world.everyone.share(of_this_rank()) if units is not None), None)
@@ -671,11 +673,14 @@ def summary(plan: Plan, store: StoreSpec) -> str:
         # SGD without momentum keeps no state.
         moments = f"states on {tiers}" if tiers else "no states"
         states = f", {moments}{', gradients on disk' if placement.spilled else ''}"
+    in_place = (
+        " (weights are used in host memory)" if plan.device.host_addressable and not placement.device_nbytes else ""
+    )
     more = "" if placement.peak.activations or not plan.device.host_addressable else " and activations"
     return Headline(
         f"{plan.mode.name} on {plan.device.torch}: weights on {placement.tiers_of(State.WEIGHT) or 'nothing'}{states}; "
         f"host {format_size(sum(placement.classes))}, device {format_size(placement.device_nbytes)}"
-        f"{' (of one memory)' if plan.device.unified else ''}, swap files {format_size(store.nbytes)}{durable}; "
+        f"{' (of one memory)' if plan.device.unified else in_place}, swap files {format_size(store.nbytes)}{durable}; "
         f"RAM at most {format_size(sum(placement.peak))} more{more}{clipped}"
         f"{plan.of_experts}"
     )

@@ -19,6 +19,7 @@ from offload.finetune.job import Job
 from offload.finetune.output import MARK
 from offload.metrics.flops import rates
 from offload.planner.sustained import step_seconds
+from offload.swapper.store.inspection import look
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -62,6 +63,7 @@ def about(job: Job) -> dict[str, Any]:
     predicted = {"predicted": dict(job.predicted)} if job.predicted else {}
     return {
         "run": job.run,
+        "run_id": None if job.folder is None else look(Path(job.folder) / "rank0").run_id,
         "model": type(engine.module).__name__,
         "parameters": engine.parameter_count,
         "dtype": next((name for name in ("bf16", "fp16") if config[name]["enabled"]), "fp32"),

@@ -966,7 +966,6 @@ def _budget_error(
     request: PlacementRequest, mode: Mode, budget: int, machine: MachineMemory, least: HostBudget
 ) -> BudgetError:
     advice = "" if machine.drives else "; with an nvme_path, states and gradients that have no room would move there"
-    more = "" if machine.drives else "move states to nvme, or "
     pipeline = "a smaller sub_group_size lowers this"
     if mode.steps_whole:
         pipeline = f"which holds complete {'units' if mode.whole_units else 'matrices'}"
@@ -978,8 +977,8 @@ def _budget_error(
     if request.host_memory is None:
         return BudgetError(
             f"this model needs at least {format_size(sum(least))} of host memory, {format_size(machine.free_host)} is "
-            f"free, of which at most {format_size(budget)} is used by default: {needs}; {more}set a larger "
-            '"host_memory" in "offload"'
+            f"free, of which at most {format_size(budget)} is used by default: {needs}; a larger "
+            '"host_memory" in "offload" takes more of the free memory'
         )
     taken = ""
     if machine.other_engines:

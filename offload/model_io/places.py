@@ -40,10 +40,7 @@ class TensorPlaces:
         self._model, self._small_numel, self._quantized = model, small_numel, quantized
         self.stamps: dict[str, Stamp] = {}
         """Stamp of each file as its header was read, by path without links."""
-        all_stored = [stored for parameter in model.parameters() for stored in _tensors_of(origin_of(parameter))]
-        for name in quantized_by_other_library(model):
-            all_stored += _inner_tensors(model, name).values()
-        for stored in all_stored:
+        for _, stored in _tensors_in_files(model):
             self.stamps[os.path.realpath(stored.path)] = stored.stamp
 
     def frozen(self, dtype: torch.dtype, in_fp32: Collection[str], other: Collection[str]) -> frozenset[str]:
@@ -134,13 +131,25 @@ class TensorPlaces:
         parameter = self._model.get_parameter(name)
         origin = origin_of(parameter)
         if origin is None:
-            return "is made by its module" if is_deferred(parameter) else "is in memory already"
+            return "gets its first values from its module" if is_deferred(parameter) else "is in memory already"
         if not isinstance(origin, Stored | ConvertedParameter):
             return "is merged with an adapter"
         stored_dtype = next((stored.dtype for stored in _tensors_of(origin) if stored.dtype != dtype), None)
         if stored_dtype is not None:
             return f"is stored as {str(stored_dtype).removeprefix('torch.')}, not as {dtype_name(dtype)}"
         return None
+
+
+def frozen_tensors(model: nn.Module) -> list[Stored]:
+    """Returns the tensors in files of which frozen parameters will be made, before an engine takes the model over."""
+    return [stored for parameter, stored in _tensors_in_files(model) if not parameter.requires_grad]
+
+
+def _tensors_in_files(model: nn.Module) -> Iterator[tuple[nn.Parameter, Stored]]:
+    for parameter in model.parameters():
+        yield from ((parameter, stored) for stored in _tensors_of(origin_of(parameter)))
+    for name in quantized_by_other_library(model):
+        yield from ((model.get_parameter(name), stored) for stored in _inner_tensors(model, name).values())
 
 
 def _within(tensors: Sequence[tuple[FileRange, int]], part: range) -> Iterator[tuple[FileRange, int]]:

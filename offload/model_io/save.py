@@ -45,6 +45,7 @@ from offload.layout.fingerprint import about, describe, described_layouts, descr
 from offload.layout.flat_layout import ParameterSegment, SegmentShard, UnitLayout, segment_shards
 from offload.layout.modes import DTYPES, Mode, dtype_name
 from offload.layout.optimizer_states import join, master_sources
+from offload.model_io.base_files import as_metadata, find_difference
 from offload.model_io.folder import CONFIG, GENERATION, INDEX, SINGLE
 from offload.model_io.grid import whole_of_engine
 from offload.model_io.saved_names import SavedNames, saved_names
@@ -792,6 +793,10 @@ def notices(source: Source, plan: ExportPlan, beyond: int, adapter: Mapping[str,
             "infinite"
         )
     if adapter is not None:
+        folder = Path(adapter["base_model_name_or_path"])
+        different = find_difference(plan.metadata, folder) if folder.is_dir() else None
+        if different is not None:
+            lines.append(different)
         lines.append(
             f"the files are an adapter of peft; its base model is {adapter['base_model_name_or_path']}, whose "
             f"{count_of(absent, 'frozen weight')} this export has not read"
@@ -1103,6 +1108,11 @@ class PretrainedWriter:
                 shutil.copyfile(out / "README.md", folder / "README.md")
             with _in_place(module, adapter.encoders):
                 module.save_pretrained(str(folder), state_dict=adapter.state)
+            if base := as_metadata(self._components.base_files):
+                # peft writes metadata of its own alone. Each adapter of several has a folder.
+                for path in folder.rglob(_ADAPTER[0]):
+                    tensors = safetensors.torch.load(path.read_bytes())
+                    safetensors.torch.save_file(tensors, path, {"format": "pt", **base})
             if wanted.tokenizer is not None:
                 _save_tokenizer(wanted.tokenizer, folder)
 

@@ -13,9 +13,9 @@ import importlib.util
 import json
 import sys
 from collections import Counter
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, cast
+from typing import Any, NamedTuple, cast
 
 import torch
 from torch import nn
@@ -49,16 +49,17 @@ class SavedNames:
     """True if transformers computes the weights that it saves. The names are then those in memory, which load too."""
 
 
-def about_saved(model: nn.Module, divided: bool) -> dict[str, Any]:
+def about_saved(model: nn.Module, divided: bool, base_files: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     """Returns `offload.layout.fingerprint.about` of a model, with the tensors that its class writes into files.
 
     Args:
         divided: True if this process has a part of the model, whose weights are put together under their own names.
+        base_files: The result of `base_files.base_files`, from before an engine took the model over.
     """
     # If only transformers' conversions change the names, the class and the config determine them.
     said = about(model)
     if not divided and (adapter := _adapter_of(model)) is not None:
-        return {**said, _ADAPTER: adapter}
+        return {**said, _ADAPTER: {**adapter, "base_files": base_files}}
     if divided or saved_names(model, conversions=False, said=said) is None:
         return said
     names = saved_names(model, said=said)
@@ -103,13 +104,24 @@ def _adapter_of(model: Any) -> dict[str, Any] | None:
     return {"config": json.loads(json.dumps({**content, "inference_mode": True}, default=str)), "parts": parts}
 
 
-def described_adapter(said: Mapping[str, Any]) -> tuple[Mapping[str, Any], SavedNames] | None:
-    """Returns the content of `adapter_config.json` and the names of an adapter's tensors; None of any other model."""
+class DescribedAdapter(NamedTuple):
+    """An adapter of peft, as the description of its model has it."""
+
+    config: Mapping[str, Any]
+    """Content of `adapter_config.json`."""
+    names: SavedNames
+    base_files: Sequence[Mapping[str, Any]]
+    """See `base_files.base_files`; empty in a description of an earlier version."""
+
+
+def described_adapter(said: Mapping[str, Any]) -> DescribedAdapter | None:
+    """Returns the adapter that alone trains; None of any other model."""
     adapter = said.get(_ADAPTER)
     if adapter is None:
         return None
     parts = {name: SavedPart(source, 0, tuple(shape)) for name, (source, shape) in adapter["parts"].items()}
-    return adapter["config"], SavedNames(parts=parts, ties={}, values={}, left_out=(), computed=None)
+    names = SavedNames(parts=parts, ties={}, values={}, left_out=(), computed=None)
+    return DescribedAdapter(adapter["config"], names, adapter.get("base_files", ()))
 
 
 def described_names(said: Mapping[str, Any]) -> SavedNames | None:

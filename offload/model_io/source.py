@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 from offload.aio.protocols import Pending, Queue
 from offload.checkpoint.files import refuse_rank
 from offload.errors import IoError, StoreError
+from offload.notices import shell_command
 from offload.states import State
 from offload.swapper.store import Compared, bytes_of, rank_folders, repair
 from offload.swapper.store.folder import FINISHED, RESHARDED, Lock, Use
@@ -125,11 +126,6 @@ class StoreSource:
         file, offset = bytes_of(self._files[rank], place, start, len(buffer), copied)
         future = self._queue.read(file, offset, buffer, checksum=True)
         return Compared(future, partial(self._compare, rank, unit, state, start, place))
-
-    def check_model_files(self) -> None:
-        """Raises `StoreError` if one of the model's own files is missing or, by its size and samples, another one."""
-        if self._units_in_files:
-            assert len(self._model_files) == len(self.files)
 
     @functools.cached_property
     def _units_in_files(self) -> frozenset[int]:
@@ -256,7 +252,9 @@ def commits_of_all(ranks: Sequence[RankFiles], at: int | None = None) -> list[Co
     for rank in ranks:
         if not rank.whole:
             words = "; ".join(map(str, rank.wrong)) or "nothing was committed yet"
-            cure = f"; {repair.cure(rank.folder.parent)}" if rank.wrong else ""
+            log = f"`{shell_command('log', rank.folder.parent)}` lists them"
+            # No copy of a record or of a blob is elsewhere, so `verify --repair` cannot help.
+            cure = f"; fork a kept step ({log}), or go back to a checkpoint" if rank.wrong else ""
             raise StoreError(f"{rank.folder} contains no intact commit: {words}{cure}", damaged=bool(rank.wrong))
     # A kill may leave one rank a commit ahead. This rank then still has the last commit of all other ranks.
     serial = last_of_all(rank.whole[0].record.serial for rank in ranks) if at is None else at

@@ -22,8 +22,9 @@ import torch
 
 from offload.errors import ConfigError, NumericsError, StoreError
 from offload.fileio.inner_files import read_bounded
-from offload.fileio.safetensors_stream import SafetensorsWriter, unrepeated
+from offload.fileio.safetensors_stream import SafetensorsWriter, read_header, unrepeated
 from offload.hub import local_model
+from offload.model_io.base_files import find_difference
 from offload.model_io.deferred import make_deferred, origin_of
 from offload.model_io.folder import CONFIG, GENERATION, INDEX, SINGLE, Stored, stored_tensors
 from offload.model_io.save import TOKENIZER, arriving, check_room, copy_tokenizer
@@ -142,6 +143,8 @@ class MergePlan:
     """Changes of some of them, by their names in the files."""
     model: torch.nn.Module
     """The base model, with deferred parameters."""
+    notices: tuple[str, ...]
+    """Lines for the user."""
 
     @classmethod
     def of(cls, adapter: Path, base: str | None = None) -> MergePlan:
@@ -151,17 +154,24 @@ class MergePlan:
 
         Args:
             adapter: Folder with `adapter_config.json` and `adapter_model.safetensors`.
-            base: Folder of the base model, or its name on the hub; None for the one that the adapter names.
+            base: Folder of the base model, or its name on the hub, which may be another one than that of the training;
+                None for the one that the adapter names.
 
         Raises:
             ConfigError: The adapter computes something that is no sum with a weight, or does not fit the base model.
-            StoreError: Files are missing or damaged.
+            StoreError: Files are missing or damaged, or the base model that the adapter names is another one now.
             IoError: A file cannot be read.
         """
         settings = _read_settings(adapter)
         folder = _base_of(settings, adapter) if base is None else Path(local_model(base))
         if not folder.is_dir():
             raise ConfigError(f"there is no folder {folder}; give the folder of the base model by --base")
+        different = _different_base(adapter, folder)
+        if different is not None and base is None:
+            raise StoreError(
+                f"{different}; put the file back, or give the folder of the model to take by --base, which may be "
+                f"{folder} as it is"
+            )
         check_folder(folder)
         require_transformers()
         tensors = stored_tensors(folder)
@@ -170,7 +180,8 @@ class MergePlan:
             raise ConfigError(f"{unsafe} is no safetensors file: load and save the base model by transformers once")
         model = deferred_model(folder)
         changes = _changes(settings, _adapter_tensors(adapter), _places(model, folder), adapter, folder)
-        return cls(adapter=adapter, base=folder, tensors=tensors, changes=changes, model=model)
+        notices = () if different is None else (different,)
+        return cls(adapter=adapter, base=folder, tensors=tensors, changes=changes, model=model, notices=notices)
 
     @property
     def nbytes(self) -> int:
@@ -187,7 +198,7 @@ class MergePlan:
             IoError: Something cannot be read or written.
         """
         files = sorted({stored.path for stored in self.tensors.values()})
-        notices: list[str] = []
+        notices = [*self.notices]
         with arriving(out, notices.append) as folder:
             check_room(folder, self.nbytes, out)
             placed: dict[str, str] = {}
@@ -352,6 +363,12 @@ def _base_of(settings: Mapping[str, Any], adapter: Path) -> Path:
             "by --base"
         )
     return base
+
+
+def _different_base(adapter: Path, folder: Path) -> str | None:
+    """Returns a sentence on a file of the base model that is another one than in training; None if there is none."""
+    path = adapter / ADAPTER_WEIGHTS
+    return find_difference(read_header(path)[1], folder) if path.is_file() else None  # reported with the tensors
 
 
 def _adapter_tensors(adapter: Path) -> dict[str, Stored]:

@@ -250,7 +250,7 @@ def open_model(
         longest=longest,
         rows=rows,
         batch=batch,
-        lines=lines,
+        lines=(*(() if plan is None else plan.notices), *lines),
     )
 
 

@@ -16,7 +16,6 @@ from offload.fileio import real_path
 from offload.finetune.model import byte_tokenizer, learned_bytes
 from offload.finetune.output import has_model, is_identity
 from offload.model_io.save import TOKENIZER, copy_tokenizer, of_peft, shard_size
-from offload.model_io.source import StoreSource
 from offload.notices import shell_command
 from offload.runs.export import export, open_source, plan_export
 from offload.sizes import format_size
@@ -56,9 +55,6 @@ def _exported(path: Path, out: Path, say: Callable[[str], None]) -> Path:
                 f"{path} is not of offload train, and does not say which tokenizer its model has; write it to a folder "
                 f"first: {shell_command('export', path)} FOLDER --tokenizer FOLDER"
             )
-        if isinstance(source, StoreSource):
-            # The adapter is computed with the weights of these files, which nothing compares afterwards.
-            source.check_model_files()
         plan, adapter = plan_export(source, None, shard_size("5GB"))
         what = "model" if adapter is None else "adapter"
         if adapter is None and of_peft(source.about):

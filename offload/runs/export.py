@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import json
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -19,6 +20,8 @@ from offload.errors import StoreError
 from offload.fileio import real_path
 from offload.fileio.atomic_write import atomic_write
 from offload.layout.modes import dtype_name
+from offload.model_io.base_files import as_metadata
+from offload.model_io.folder import CONFIG
 from offload.model_io.grid import WholeSource, whole_of_checkpoint
 from offload.model_io.save import (
     ExportPlan,
@@ -104,12 +107,16 @@ def plan_export(source: Source, dtype: str | None, shard_nbytes: int) -> tuple[E
     adapter = described_adapter(source.about)
     if adapter is None:
         return make_plan(source, dtype, shard_nbytes, saved=described_names(source.about)), None
-    config, names = adapter
+    config = adapter.config
     recorded = source.files[0] if isinstance(source, StoreSource) else None
     if recorded and Path(config["base_model_name_or_path"]).is_absolute():
-        # A resume records where the model's files are now; the config is that of the first start.
-        config = {**config, "base_model_name_or_path": str(Path(recorded["files"][0]["path"]).parent)}
-    return make_plan(source, dtype, shard_nbytes, frozen=False, name=ADAPTER_WEIGHTS, saved=names), config
+        # A resume records where the model's files are now; the config is that of the first start. The files of the
+        # hub's cache are links to another folder.
+        folder = Path(recorded["files"][0]["path"]).parent
+        if (folder / CONFIG).is_file():
+            config = {**config, "base_model_name_or_path": str(folder)}
+    plan = make_plan(source, dtype, shard_nbytes, frozen=False, name=ADAPTER_WEIGHTS, saved=adapter.names)
+    return replace(plan, metadata={**plan.metadata, **as_metadata(adapter.base_files)}), config
 
 
 def export(

@@ -13,7 +13,7 @@ import contextlib
 import hashlib
 import os
 import re
-from collections.abc import Callable, Generator, Iterator, Mapping
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from types import MappingProxyType
@@ -22,18 +22,19 @@ from typing import Any
 from offload.aio.protocols import Queue
 from offload.errors import StoreError, UsageError
 from offload.fileio import real_path
-from offload.finetune.job import Job, prepare
+from offload.finetune.job import WARNING, Job, prepare
 from offload.finetune.loop import StepReport, steps
 from offload.finetune.options import from_record
 from offload.finetune.output import arithmetic
 from offload.launch.environment import rank_number
 from offload.model_io.source import StoreSource, commits_of_all, lock_and_look, ranks_of
 from offload.notices import shell_command
-from offload.report.log import read_log
+from offload.report.log import Log, read_log
 from offload.runs.fork import fork, history
 from offload.sizes import count_of
 from offload.swapper.store import remove_run
 from offload.swapper.store.format import joined
+from offload.swapper.store.inspection import RankFiles
 
 COMPARED = ("loss", "grad_norm")
 """Fields of a log's line that are compared. JSON contains every bit of their fp64 values."""
@@ -110,21 +111,36 @@ def replay(
             f"{first + 1} on can be computed again; `{shell_command('log', path)}` lists all"
         )
     with contextlib.ExitStack() as locks:
-        _one_rank(commits[start], locks)  # before anything is copied
-    command, client_state = _command(commits, start, wanted, queue)
-    if command["arithmetic"] != (now := arithmetic()):
-        differing = [
-            f"{name} {was}, now {now.get(name)}" for name, was in command["arithmetic"].items() if now.get(name) != was
-        ]
-        say(f"bits may differ, since the steps were computed with {'; '.join(differing)}")
-    log = log or command["options"].get("log")
+        run_id = _run_id(*_one_rank(commits[start], locks))  # before anything is copied
+    client_states = _client_states(commits, start, wanted, queue)
+    log = log or next(iter(client_states.values()))["command"]["options"].get("log")
     if log is None:
         raise UsageError(
             "the run was trained without --log, so there is nothing to compare with: give its log by --log"
         )
     base = path.name.partition("@")[0]
-    logged, of_run = _logged(Path(log), wanted)
-    if of_run != base:
+    found = read_log(Path(log))
+    logged = _logged(found, wanted)
+    begins = [step for step, _ in found.abouts]
+    first = max((step for step in begins if step <= wanted[0]), default=0)
+    abouts = [about for step, about in found.abouts if first <= step <= wanted[-1]]
+    ids = {about["run_id"] for about in abouts if isinstance(about.get("run_id"), str)}
+    if run_id is not None and ids - {run_id}:
+        raise UsageError(
+            f"this log is of another run: {log} is of the run with the id {min(ids - {run_id}):.99}, and {base} has "
+            f"the id {run_id}; give the log of {base} by --log"
+        )
+    # The name alone, which a log of an earlier version has, is another one after a rename or a fork.
+    of_run = str(abouts[0].get("run")) if abouts else "unknown"
+    certain = of_run == base or bool(ids)
+    client_state = client_states[_of_process(commits, client_states, start, wanted, begins, queue)]
+    command = client_state["command"]
+    if command["arithmetic"] != (now := arithmetic()):
+        differing = [
+            f"{name} {was}, now {now.get(name)}" for name, was in command["arithmetic"].items() if now.get(name) != was
+        ]
+        say(f"bits may differ, since the steps were computed with {'; '.join(differing)}")
+    if not certain:
         say(f"this log is of another run: {log} is of {of_run}, and not of {base}, unless that was renamed or forked")
     name = f"{base}.replay-{os.getpid()}"
     computed: dict[int, dict[str, float]] = {}
@@ -134,7 +150,7 @@ def replay(
             for report in reports:
                 computed[report.step] = {"loss": report.loss, "grad_norm": report.grad_norm}
                 say(f"step {report.step}: loss {report.loss!r}, gradient norm {report.grad_norm!r}")
-                if of_run != base and not _compared(report.step, logged[report.step], computed[report.step])["equal"]:
+                if not certain and not _compared(report.step, logged[report.step], computed[report.step])["equal"]:
                     raise UsageError(
                         f"this log is of another run: {log} is of {of_run}, and step {report.step} of {base} has other "
                         f"bits, which says nothing of {base}; give the log of {base} by --log"
@@ -145,12 +161,6 @@ def replay(
         states = None if end is None else _compared_states(sums_of(end), sums_of(forked.run))
     rows = [_compared(step, logged[step], computed[step]) for step in wanted]
     equal = all(row["equal"] for row in rows) and (states is None or states["equal"])
-    if not equal and _changes(commits, start, wanted, queue):
-        stop = min((step for step in commits if step >= wanted[-1]), default=wanted[-1])
-        raise StoreError(
-            f"the run was resumed with other options between steps {start} and {stop}, and no commit tells which steps "
-            "had which: expected steps between two commits of one command"
-        )
     return {
         "run": str(path),
         "from": {"commit": commits[start].name, "step": start},
@@ -197,22 +207,29 @@ def sums_of(run: Path) -> dict[str, str]:
         }
 
 
-def _one_rank(run: Path, locks: contextlib.ExitStack) -> list[Any]:
+def _one_rank(run: Path, locks: contextlib.ExitStack) -> list[RankFiles]:
     ranks = ranks_of(run, lock_and_look(run, locks), replicas=True)
     if len(ranks) != 1:
         raise StoreError(f"{run} was trained by {len(ranks)} ranks; offload replay computes runs of one process again")
     return ranks
 
 
-def _command(
-    commits: Mapping[int, Path], start: int, wanted: range, queue: Queue
-) -> tuple[Mapping[str, Any], Mapping[str, Any]]:
-    """Returns the command that computed the steps, and the values that a commit keeps beside it.
+def _run_id(rank: RankFiles) -> str | None:
+    """Returns the id of the run that made a commit; None if an earlier version has made it."""
+    assert rank.manifest is not None, "a commit has one"
+    origin: Mapping[str, Any] = rank.manifest.spec.about.get("forked_from", {})
+    return origin.get("run_id") if "@" in rank.folder.parent.name else rank.run_id
 
-    The first commit after the steps knows it: the process that made the commit before may have had other options.
+
+def _client_states(
+    commits: Mapping[int, Path], start: int, wanted: range, queue: Queue
+) -> dict[int, Mapping[str, Any]]:
+    """Returns what the first commit after the steps and the one before them contain beside the states, by step.
+
+    Each contains the command of the process that made it.
     """
-    later = min((step for step in commits if step >= wanted[0]), default=start)
-    for step in dict.fromkeys((later, start)):
+    states = {}
+    for step in dict.fromkeys((min((step for step in commits if step >= wanted[0]), default=start), start)):
         try:
             client_state = _client_state(commits[step], queue)
         except StoreError:
@@ -221,10 +238,42 @@ def _command(
             continue  # a process trains the run: the earlier commit is kept apart from it
         command = client_state.get("command")
         if isinstance(command, Mapping) and isinstance(command.get("options"), Mapping):
-            return command, client_state
+            states[step] = client_state
+    if not states:
+        raise StoreError(
+            f"{commits[start]} does not contain the command that trained it: offload replay computes runs of "
+            "`offload train` again, of this version on; fork it, and train it by its own script"
+        )
+    return states
+
+
+def _of_process(
+    commits: Mapping[int, Path],
+    states: Mapping[int, Any],
+    start: int,
+    wanted: range,
+    begins: Sequence[int],
+    queue: Queue,
+) -> int:
+    """Returns the step of the commit, of `states`, that the process of the steps from `start` to the last has made.
+
+    Args:
+        begins: The first step of each process, as the log has them.
+
+    Raises:
+        StoreError: Processes with other options have computed some of the steps, or no commit is of their process.
+    """
+    later: int = next(iter(states))
+    if not _changes(commits, start, wanted, queue):
+        return later
+    within = [step for step in begins if start + 1 < step <= wanted[-1]]
+    after = [step for step in begins if wanted[-1] < step <= later]
+    if begins and not within and (not after or (start in states and start + 1 not in begins)):
+        return start if after else later
+    stop = min((step for step in commits if step >= wanted[-1]), default=wanted[-1])
     raise StoreError(
-        f"{commits[start]} does not contain the command that trained it: offload replay computes runs of "
-        "`offload train` again, of this version on; fork it, and train it by its own script"
+        f"the run was resumed with other options between steps {start} and {stop}, and no commit is of the process of "
+        "all steps: expected steps between two commits of one command"
     )
 
 
@@ -257,18 +306,18 @@ def _changes(commits: Mapping[int, Path], start: int, wanted: range, queue: Queu
     return any(command != commands[0] for command in commands[1:])
 
 
-def _logged(log: Path, wanted: range) -> tuple[dict[int, Mapping[str, Any]], str]:
-    """Returns the log's line of each step, and the name of the run that wrote the first of them."""
-    found = read_log(log)
-    lines = {line["step"]: line for line in found.steps}
+def _logged(log: Log, wanted: range) -> dict[int, Mapping[str, Any]]:
+    """Returns the log's line of each step."""
+    lines = {line["step"]: line for line in log.steps}
     for step in wanted:
         if step not in lines:
-            raise UsageError(f"{log} has no line of step {step}: expected steps {wanted[0]} to {wanted[-1]}")
+            raise UsageError(f"{log.path} has no line of step {step}: expected steps {wanted[0]} to {wanted[-1]}")
         lacking = next((name for name in COMPARED if name not in lines[step]), None)
         if lacking is not None:  # absent, null or no number: `read_log` leaves all of them out
-            raise UsageError(f"{log} has no number as {lacking} of step {step}: expected the log of a run, unchanged")
-    abouts = [about for step, about in found.abouts if step <= wanted[0]]
-    return lines, str(abouts[-1].get("run")) if abouts else "unknown"
+            raise UsageError(
+                f"{log.path} has no number as {lacking} of step {step}: expected the log of a run, unchanged"
+            )
+    return lines
 
 
 @contextlib.contextmanager
@@ -303,8 +352,8 @@ def _reports(
         no_output=True,
         keep_every=0,
     )
-    # Most lines of a start are about a training that goes on. Other data cannot give the bits of the log.
-    job = prepare(options, config, lambda line: say(line) if _OTHER_DATA in line else None)
+    # Other lines of a start are about a training that goes on. Other data cannot give the bits of the log.
+    job = prepare(options, config, lambda line: say(line) if _OTHER_DATA in line or line.startswith(WARNING) else None)
     assert isinstance(job, Job), "a run that must be resumed is no finished one"
     try:
         # Neither evaluations nor saves change a bit of a step.

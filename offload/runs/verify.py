@@ -23,7 +23,7 @@ from offload.runs.own_checkpoint import find_own
 from offload.sizes import count_of, format_size
 from offload.swapper.store.folder import RunNotes
 from offload.swapper.store.format import last_of_all
-from offload.swapper.store.inspection import COMMIT_BEGUN, Commit, RankFiles, Wrong, look
+from offload.swapper.store.inspection import COMMIT_BEGUN, Commit, Misplaced, RankFiles, Wrong, look
 from offload.swapper.store.recovery import Damage, Mend, Undo, damages_of_commit
 from offload.swapper.store.repair import Copies, FirstValues, lengthen
 
@@ -71,9 +71,14 @@ class RankReport:
         return len(self.lengthened) + sum(bool(damage.mended) for damage in self.damages)
 
     @property
+    def misplaced(self) -> bool:
+        """True if a manifest is of another store or drive."""
+        return any(isinstance(wrong, Misplaced) for wrong in self.wrong)
+
+    @property
     def steps(self) -> tuple[int, ...]:
         """Steps of the rank's intact commits, newest first: a resume of this rank alone takes the first one."""
-        if not self.common or self.wrong_model:
+        if not self.common or self.wrong_model or self.misplaced:
             return ()
         newest = self.step if self.compared and all(damage.mended for damage in self.damages) else None
         return tuple(step for step in (newest, self.step_before) if step is not None)
@@ -87,6 +92,8 @@ class Report(NamedTuple):
     ranks: tuple[RankReport, ...]
     repaired: bool = False
     """True if true copies were looked for."""
+    model: Path | None = None
+    """Folder in which the user lets look for frozen weights."""
 
     @property
     def whole(self) -> bool:
@@ -113,21 +120,30 @@ class Report(NamedTuple):
             command = shell_command("verify", "--repair", self.path)
             rows.append(f"to mend what another place has: `{command}{model}`{of}")
         elif any(damage.frozen for damage in damages):
-            rows.append("frozen weights may be in the model's folder: give it by --model FOLDER")
-        if any(rank.wrong_model for rank in self.ranks):
             rows.append(
-                "no command mends the model's own files: put them back as they were when the run began, or resume with "
-                "an intact copy of them in another folder"
+                "frozen weights may be in the model's folder: give it by --model FOLDER"
+                if self.model is None
+                else f"{self.model} does not have the damaged frozen weights as they were when the run began"
             )
+        if any(rank.wrong_model for rank in self.ranks):
+            model = "" if self.model is None else ", --model neither"
+            rows.append(
+                f"no command mends the model's own files{model}: put them back as they were when the run began, or "
+                "resume with an intact copy of them in another folder"
+            )
+        elif any(rank.misplaced for rank in self.ranks):
+            rows.append("a resume refuses these drives: put those of the run back, in the order of its nvme_path")
         elif self.resumes is not None and "@" in self.path.name:
             rows.append(f"the states of step {self.resumes} are intact, and can be forked or exported")
         elif self.resumes is not None:
+            if any(Path(wrong.path).name == "manifest.json" for rank in self.ranks for wrong in rank.wrong):
+                rows.append("a resume writes the damaged manifest.json anew, from the copy in the commit")
             rows.append(f"a resume goes on from step {self.resumes}, all of which is intact")
         else:
             run = self.path.with_name(self.path.name.partition("@")[0])
             rows.append(
-                "no commit is known to be intact, so a resume fails: bring back what is missing, or fork a kept step "
-                f"(`{shell_command('log', run)}` lists them), or go back to a checkpoint"
+                "no commit is known to be intact, so a resume fails: bring back what is missing or damaged, or fork a "
+                f"kept step (`{shell_command('log', run)}` lists them), or go back to a checkpoint"
             )
         return rows
 
@@ -147,7 +163,7 @@ class Report(NamedTuple):
             if len(rank.damages) > most:
                 rows.append(f"rank {rank.rank}: and {len(rank.damages) - most} more")
             if rank.step is None:
-                rows.append(f"rank {rank.rank}: no commit is complete, and a resume finds nothing")
+                rows.append(f"rank {rank.rank}: no commit can be read, neither the last one nor the one before")
             else:
                 # A rank with a damaged file is not intact, although its states are.
                 state = ("states intact" if rank.wrong else "intact") if rank.compared else "could not be read"
@@ -236,8 +252,12 @@ def open_checking(path: Path, repair: bool = False, model: Path | None = None) -
         model: Folder of the model with which the run began; None for the one that `offload train` has recorded.
 
     Raises:
-        UsageError: A checkpoint is to be repaired.
+        UsageError: A checkpoint is to be repaired, or a model is given where nothing is.
     """
+    if model is not None and not repair:
+        raise UsageError(
+            f"--model {model} is where --repair finds frozen weights, and nothing is mended without it: add --repair"
+        )
     # A link that the user gives is followed here. No other link below is followed.
     checkpoint = find_own(path)
     if checkpoint is None:
@@ -331,7 +351,7 @@ class RunChecking:
         for files in self._found:
             checked = _check(files, serial, queue, progress, self._repair, self._model)
             ranks.append(replace(checked, lengthened=self._lengthened[files.rank]))
-        return Report(self._run, resumable_step(ranks, serial), tuple(ranks), self._repair)
+        return Report(self._run, resumable_step(ranks, serial), tuple(ranks), self._repair, self._model)
 
     def close(self) -> None:
         self._open.close()

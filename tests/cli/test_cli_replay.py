@@ -78,13 +78,15 @@ def test_the_log_of_a_run_is_proven_in_other_placements_too() -> None:
 
 
 def test_a_number_or_a_state_that_is_another_is_found() -> None:
-    assert call("--steps", "4", *KEPT).exit_code == 0
+    Path("ds.json").write_text("{}")
+    assert call("--steps", "4", "--config", "ds.json", *KEPT).exit_code == 0
     norm = log()[3]["grad_norm"]
     change_log(3, "loss", 1.5)
     change_log(4, "grad_norm", norm * (1 + 2**-52))
     before = contents()
     done = replay("--steps", "3..4")
     assert done.exit_code == 1, done.output
+    assert done.stderr.count("warning: gradients are clipped") == 1 and "fp32 on cpu" not in done.stderr
     assert "step 3: loss 0x" in done.stdout and f"step 4: grad_norm {norm.hex()}, in the log 0x" in done.stdout
     assert "0 of 2 steps equal the log in every bit" in done.stdout
     assert "the states after step 4 equal those of the kept commit" in done.stdout
@@ -129,10 +131,14 @@ def test_steps_of_two_commands_without_a_commit_between_them_are_refused() -> No
     options = ("--log", "log", "--keep-every", "4", "--keep", "--seed", "3", "--eval-every", "0")
     assert call("--steps", "6", *options).exit_code == 0
     assert call("--steps", "10", *options, "--resume", "must").exit_code == 0
-    refused = replay("--steps", "5..8")
-    assert refused.exit_code == 2, refused.output
-    assert "resumed with other options between steps 4 and 8" in refused.stderr
+    for steps in ("5..8", "7..8"):
+        refused = replay("--steps", steps)
+        assert refused.exit_code == 2, refused.output
+        assert "resumed with other options between steps 4 and 8" in refused.stderr
+        assert "step 5" not in refused.stderr, "it is refused before anything is computed"
     assert replay("--steps", "9..10").exit_code == 0
+    # By the log, steps 5 and 6 are of the process that kept step 4.
+    assert replay("--steps", "5..6").exit_code == 0
 
 
 def test_what_cannot_be_computed_again_is_refused() -> None:
@@ -193,7 +199,18 @@ def test_a_log_without_the_numbers_is_refused_and_that_of_another_run_is_named()
         Path("other").write_text("".join(json.dumps(line) + "\n" for line in changed))
         refused = replay("--steps", "3", "--log", "other")
         assert refused.exit_code == 2 and f"has no number as {name} of step 3" in refused.stderr, refused.output
-    lines[0]["about"]["run"] = "another"
+    same = json.dumps(lines[0]["about"])
+    lines[0]["about"]["run_id"] = "0" * 32
+    Path("other").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    refused = replay("--steps", "3", "--log", "other")
+    assert refused.exit_code == 2 and f"other is of the run with the id {'0' * 32}, and default has" in refused.stderr
+    assert "step 3: " not in refused.stderr, "it is refused before anything is computed"
+    lines[0]["about"] = json.loads(same) | {"run": "another"}
+    Path("other").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    renamed = replay("--steps", "3", "--log", "other")
+    assert renamed.exit_code == 0 and "another run" not in renamed.stderr, "the id is the run's"
+    # A log of an earlier version has a name alone.
+    del lines[0]["about"]["run_id"]
     Path("other").write_text("".join(json.dumps(line) + "\n" for line in lines))
     named = replay("--steps", "3", "--log", "other")
     assert (

@@ -79,6 +79,12 @@ def test_a_drive_that_the_run_would_wear_is_warned_of_before_it_is_worn() -> Non
     assert "warning" not in output and "a learning rate (--lr) of 0 changes no weight" in output
 
 
+def test_weights_that_a_cpu_uses_in_host_memory_take_no_device() -> None:
+    words = "device 0 B (weights are used in host memory), swap files"
+    assert words in call("--steps", "1", "--offload-param", "cpu", "--offload-optimizer", "cpu").stdout
+    assert words not in call("--steps", "1", "--offload-param", "nvme", "--offload-optimizer", "cpu").stdout
+
+
 def test_notices_of_an_engine_that_trains_are_shown(caplog: pytest.LogCaptureFixture) -> None:
     options = ("--steps", "2", "--keep-every", "1", "--run", "kept", "--eval-every", "0")
     assert "is not kept" not in call(*options).output

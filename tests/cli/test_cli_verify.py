@@ -172,6 +172,24 @@ def test_a_damaged_blob_is_named(run: Path, swap: Path) -> None:
     assert resumed(swap) == 2
 
 
+def test_both_damaged_blobs_are_named(run: Path, swap: Path, tmp_path: Path) -> None:
+    """No other place has a copy of one, so no message sends to --repair."""
+    which, _ = newest(run)
+    for number in (0, 1):
+        flip_bit(run / "rank0" / f"blob.{number}", 300)
+    code, report = verify(run)
+    assert code == 1
+    assert [(Path(file["path"]).name, file["reason"].rpartition("; ")[2]) for file in report["ranks"][0]["files"]] == [
+        (f"blob.{which}", "the file belongs to the last commit, step 3"),
+        (f"blob.{1 - which}", "the file belongs to the commit before, step 2"),
+    ]
+    assert "bring back what is missing or damaged" in report["next"][-1]
+    done = CliRunner().invoke(app, ["export", str(run), str(tmp_path / "out")])
+    assert done.exit_code == 1 and "contains no intact commit: " in done.stderr, done.output
+    assert "--repair" not in done.stderr and f"`offload log {run}` lists them" in " ".join(done.stderr.split())
+    assert resumed(swap) is None
+
+
 def test_a_torn_record_is_named_and_the_one_before_is_taken(run: Path, swap: Path) -> None:
     which, _ = newest(run)
     for position in (20, 4000):  # of the head, of the zeros behind it
@@ -201,7 +219,7 @@ def test_a_lost_commit_file(run: Path, swap: Path) -> None:
 
 @pytest.mark.sample(2)
 @pytest.mark.parametrize("drive", ["first", "second"])
-@pytest.mark.parametrize("how", ["flipped", "deleted", "of another drive"])
+@pytest.mark.parametrize("how", ["flipped", "deleted", "another one", "of another drive"])
 def test_a_damaged_manifest_is_named(how: str, drive: str, run: Path, swap: Path) -> None:
     path = swap / drive / "default" / "rank0" / "manifest.json"
     other = swap / ("second" if drive == "first" else "first") / "default" / "rank0" / "manifest.json"
@@ -210,13 +228,23 @@ def test_a_damaged_manifest_is_named(how: str, drive: str, run: Path, swap: Path
         path.write_bytes(data.replace(b'"parameters"', b'"parametets"', 1))
     elif how == "deleted":
         path.unlink()
+    elif how == "another one":
+        path.write_bytes(json.dumps(json.loads(data) | {"created": "never"}).encode())
     else:
         path.write_bytes(other.read_bytes())
     code, report = verify(run)
     (file,) = report["ranks"][0]["files"]
     assert code == 1 and file["path"] == str(path) and report["ranks"][0]["damages"] == []
     assert inspected(run)["damaged"] == [file]
-    assert resumed(swap) == (None if how == "of another drive" else 3)
+    goes_on = None if how == "of another drive" else 3
+    assert report["resumes"] == goes_on
+    assert any(line.startswith("a resume writes the damaged manifest.json anew") for line in report["next"]) == (
+        goes_on is not None
+    )
+    assert any(line.startswith("a resume refuses these drives") for line in report["next"]) == (goes_on is None)
+    assert resumed(swap) == goes_on
+    if goes_on is not None:
+        assert inspected(run)["damaged"] == []
 
 
 @pytest.mark.parametrize("drive", ["first", "second"])
@@ -281,6 +309,11 @@ def test_a_folder_of_the_model_that_is_not_there_is_named(run: Path) -> None:
     done = CliRunner().invoke(app, ["verify", str(run), "--repair", "--model", str(run / "nowhere")])
     assert done.exit_code == 2
     assert "--model expects the folder of the model with which the run began" in " ".join(done.stderr.split())
+
+
+def test_a_folder_of_the_model_without_a_repair_is_refused(run: Path) -> None:
+    done = CliRunner().invoke(app, ["verify", str(run), "--model", str(run)])
+    assert done.exit_code == 2 and "add --repair" in " ".join(done.stderr.split())
 
 
 @pytest.mark.parametrize("rate", ["0", "x", "-5MB"])

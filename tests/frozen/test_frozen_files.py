@@ -315,8 +315,11 @@ def test_changed_files_stop_a_resume(change: Callable[[Path], None], reason: str
     change(last)
     with pytest.raises((OffloadError, IoError), match=reason):
         start(folder, tmp_path, durability="step", resume="must")
-    verified = CliRunner().invoke(app, ["verify", str(tmp_path / "default"), "--json"])
-    assert verified.exit_code == 1 and str(last.name) in verified.output
+    for words in ([], ["--repair"], ["--repair", "--model", str(folder)]):
+        verified = CliRunner().invoke(app, ["verify", str(tmp_path / "default"), "--json", *words])
+        assert verified.exit_code == 1 and str(last.name) in verified.output
+        cure = "no command mends the model's own files" + ", --model neither" * ("--model" in words)
+        assert f"{cure}: put them back" in verified.output
     assert CliRunner().invoke(app, ["rm", str(tmp_path / "default"), "--yes"]).exit_code == 0
     assert list(folder.iterdir())
 
@@ -324,27 +327,28 @@ def test_changed_files_stop_a_resume(change: Callable[[Path], None], reason: str
 @pytest.mark.parametrize(
     ("missing", "reason"),
     [
-        (False, "and here it is in memory already: give the model with which the run began"),
-        (True, "safetensors, which is missing, and here it is made by its module: put the file back"),
+        (slice(0), "reads base_model.* from {folder}.*, and here it is in memory already: give the model with which"),
+        (slice(None), "reads frozen weights from {folder}/model-00001.*, which is missing: put the file back, or give"),
+        (slice(-1, None), "reads frozen weights from {folder}/model-00005.*, which is missing: put the file back, or"),
     ],
 )
 def test_a_resume_without_the_models_files_names_what_is_missing(
-    missing: bool, reason: str, folder: Path, tmp_path: Path
+    missing: slice, reason: str, folder: Path, tmp_path: Path
 ) -> None:
     """The other units are no other model."""
     engine = start(folder, tmp_path, durability="step")
     step(engine, 0)
     engine.destroy()
     _, config = job(folder, tmp_path, durability="step", resume="must")
-    if missing:
-        for path in folder.glob("*.safetensors"):
+    if lost := sorted(folder.glob("*.safetensors"))[missing]:
+        for path in lost:
             path.unlink()
         with offload.init(config):
             model: Any = transformers.LlamaForCausalLM(transformers.AutoConfig.from_pretrained(folder))
     else:
         model = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.bfloat16)
     model = peft.get_peft_model(model, peft.LoraConfig(r=4, target_modules="all-linear"))
-    with pytest.raises(StoreError, match=f"the run default reads base_model.* from {folder}.*{reason}"):
+    with pytest.raises(StoreError, match=f"the run default {reason.format(folder=folder)}"):
         offload.initialize(model=model, config=config)
 
 
@@ -375,7 +379,15 @@ def test_damaged_copies_of_frozen_weights_are_mended_from_the_models_files(
     run = tmp_path / "swap" / "default"
     count = damage_frozen(run)
     assert count > 1
-    assert CliRunner().invoke(app, ["verify", str(run), "--repair"]).exit_code == 1, "nobody knows the folder"
+    asked = CliRunner().invoke(app, ["verify", str(run), "--repair"])
+    assert asked.exit_code == 1 and "give it by --model FOLDER" in asked.stdout, "nobody knows the folder"
+    other = tmp_path / "other"
+    transformers.LlamaForCausalLM(llama_config(tie_word_embeddings=False)).to(torch.bfloat16).save_pretrained(other)
+    asked = CliRunner().invoke(app, ["verify", str(run), "--repair", "--model", str(other), "--json"])
+    report = json.loads(asked.stdout)
+    assert asked.exit_code == 1 and f"{other} does not have the damaged frozen weights" in report["next"][0]
+    assert not any("--" in line for line in report["next"]), "which has been done"
+    count -= report["mended"]  # norms that no training has changed
     mended = CliRunner().invoke(app, ["verify", str(run), "--repair", "--model", str(folder), "--json"])
     report = json.loads(mended.stdout)
     assert mended.exit_code == 3 and report["mended"] == count
@@ -460,6 +472,77 @@ def test_an_export_of_adapters_is_loaded_by_peft(folder: Path, tmp_path: Path) -
     loaded = peft.PeftModel.from_pretrained(base, tmp_path / "exported")
     found = {name: value for name, value in loaded.state_dict().items() if "lora_" in name}
     assert found and all(torch.equal(value, direct[name.replace(".default.", ".")]) for name, value in found.items())
+
+
+@pytest.mark.parametrize("block", [{}, {"frozen_files": False}, {"tier": "cpu"}], ids=str)
+def test_an_adapter_carries_what_tells_its_base_model_from_another(
+    block: dict[str, Any], folder: Path, tmp_path: Path
+) -> None:
+    """Whether weights are read from the files, copied or in memory; where the adapter goes."""
+    swap, out, last = tmp_path / "swap", tmp_path / "out", sorted(folder.glob("*.safetensors"))[-1]
+    options = {**block, **({} if "tier" in block else {"durability": "step"})}
+    engine = start(folder, swap, **options)
+    step(engine, 0)
+    engine.save_pretrained(tmp_path / "saved")
+    engine.destroy()
+    adapters = [tmp_path / "saved"]
+    out.mkdir()
+
+    def call(*words: object) -> Any:
+        return CliRunner().invoke(app, [*map(str, words)])
+
+    if "tier" not in block:
+        adapters.append(tmp_path / "exported")
+        assert last.name not in call("export", swap / "default", adapters[-1]).output
+    intact = last.read_bytes()
+    for change, reason in (
+        (Path.unlink, "is missing"),
+        (cut_short, f"has {len(intact) - 1} bytes, expected {len(intact)}"),
+        (same_size, "has other bytes of the same size"),
+    ):
+        change(last)
+        for adapter in adapters:
+            refused = call("merge", adapter, out / "none")
+            assert refused.exit_code == 2 and f"{last} {reason}: the base model is not" in refused.output
+        last.write_bytes(intact)
+    for adapter in adapters:
+        assert call("merge", adapter, out / adapter.name).exit_code == 0
+    same_size(last)
+    if "tier" not in block:
+        assert f"{last} {reason}: the base model" in call("export", swap / "default", tmp_path / "again").output
+        assert call("merge", tmp_path / "again", out / "again").exit_code == 2
+    if "frozen_files" in block:
+        # The copies are of the files with which the run began.
+        engine = start(folder, swap, **options, resume="must")
+        engine.save_pretrained(tmp_path / "resumed")
+        engine.destroy()
+        assert call("merge", tmp_path / "resumed", out / "resumed").exit_code == 2
+    merged = call("merge", adapters[0], out / "given", "--base", folder)
+    assert merged.exit_code == 0 and f"{last} {reason}: the base model is not" in merged.output
+
+
+@pytest.mark.parametrize("place", ["moved", "hub"])
+def test_an_exported_adapter_names_the_folder_of_its_base_model(place: str, folder: Path, tmp_path: Path) -> None:
+    """That of the last start, and in the hub's cache the folder of the links, in which the config is."""
+    if place == "hub":
+        blobs = folder.rename(tmp_path / "blobs")
+        folder.mkdir()
+        for number, path in enumerate(list(blobs.iterdir())):
+            (folder / path.name).symlink_to(path.rename(blobs / str(number)))
+    engine = start(folder, tmp_path / "swap", durability="step")
+    step(engine, 0)
+    engine.destroy()
+    if place == "moved":
+        folder = folder.rename(tmp_path / "elsewhere")
+        start(folder, tmp_path / "swap", durability="step", resume="must").destroy()
+    done = CliRunner().invoke(app, ["export", str(tmp_path / "swap" / "default"), str(tmp_path / "exported")])
+    assert done.exit_code == 0, done.output
+    assert "a later one may be lost" not in done.output
+    config = json.loads((tmp_path / "exported" / "adapter_config.json").read_text())
+    assert config["base_model_name_or_path"] == str(folder)
+    merged = CliRunner().invoke(app, ["merge", str(tmp_path / "exported"), str(tmp_path / "merged")])
+    assert merged.exit_code == 0, merged.output
+    assert CliRunner().invoke(app, ["verify", str(tmp_path / "swap" / "default")]).exit_code == 0
 
 
 def test_an_export_of_adapters_over_a_model_without_a_folder_is_no_model_of_transformers(tmp_path: Path) -> None:

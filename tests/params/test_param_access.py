@@ -427,6 +427,23 @@ def test_refused_and_nothing_is_harmed(name: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.works("Looking at weights and editing them, between steps", "a weight after `destroy()`", "refused")
+def test_arrays_and_state_dicts_are_copies_that_no_step_changes(tmp_path: Path) -> None:
+    engine = start(GPT2, ("nvme", "nvme"), tmp_path)
+    weight = engine.module.transformer.ln_f.weight
+    array, state = weight.detach().numpy(), engine.module.state_dict()["transformer.ln_f.weight"]
+    before = weight.clone()
+    with pytest.raises(ValueError, match="read-only"):
+        array[0] = 7.0
+    state[0] = 7.0
+    assert torch.equal(weight.clone(), before)
+    train_step(engine, GPT2, 0)
+    assert not torch.equal(weight.clone(), before) and torch.equal(torch.tensor(array), before)
+    assert torch.equal(state[1:], before[1:])
+    with pytest.raises(UsageError, match=r"view would give a view of transformer\.ln_f\.weight"):
+        weight.view(-1)
+    engine.destroy(remove=True)
+
+
 def test_no_weights_after_the_end(tmp_path: Path) -> None:
     engine = start(GPT2, DISK, tmp_path)
     engine.destroy(remove=True)

@@ -28,6 +28,16 @@ from tests.swapper.test_policy import MODE, parts_of
 STEPS, WIDTH, LAYERS = 2, 1024, 4
 
 
+def test_a_default_budget_without_room_names_the_way_out_once() -> None:
+    request = PlacementRequest(weights=Tier.HOST, states=Tier.HOST)
+    for drives in (False, True):
+        machine = MachineMemory(free_host=64 * MIB, free_device=0, host_addressable=True, drives=drives)
+        with pytest.raises(BudgetError, match="is used by default") as refused:
+            place(parts_of([1 << 26]), MODE, request, machine)
+        assert str(refused.value).count("nvme") == (not drives)
+        assert str(refused.value).count('a larger "host_memory"') == 1
+
+
 @given(
     numels=st.lists(st.integers(1 << 16, 1 << 24), min_size=1, max_size=12),
     free=st.integers(256 * MIB, 4096 * MIB),

@@ -61,7 +61,9 @@ def verify(
     ),
     repair: bool = typer.Option(False, "--repair", help="Replace damaged bytes of a run where there is a true copy."),
     model: Path | None = typer.Option(
-        None, help="Folder of the model with which the run began, for frozen weights. [default: that of offload train]"
+        None,
+        help="With --repair: folder of the model with which the run began, for frozen weights. [default: that of "
+        "offload train]",
     ),
     rate: str | None = typer.Option(None, help="Bytes to read a second at most, such as 50MB."),
     json_output: Json = False,

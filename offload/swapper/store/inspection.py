@@ -51,6 +51,10 @@ class Wrong(NamedTuple):
         return f"{self.path}: {self.reason}"
 
 
+class Misplaced(Wrong):
+    """A manifest of another store or drive: a resume refuses it, and writes any other damaged manifest anew."""
+
+
 class Commit(NamedTuple):
     """A commit record whose checksum is correct, and its blob."""
 
@@ -205,12 +209,10 @@ def _look(folder: Path) -> RankFiles:
         commits = tuple(c if spec.has(c.record.slots) else c._replace(blob=None) for c in commits)
     with contextlib.suppress(StoreError):  # reported below, with the manifests of the other drives
         file = read_manifest(folder / "manifest.json")
-        # A resume writes the present folders of the drives into the file. Only the next commit's blob contains them
-        # too.
-        if manifest is None:
+        # A resume writes the present folders of the drives, and of the model's own files, into the file. Only the next
+        # commit's blob contains them too.
+        if manifest is None or same_but_places(file, manifest):
             manifest = file
-        elif _same_but_places(file, manifest):
-            manifest = dataclasses.replace(manifest, drives=file.drives)
     if not drive:
         wrong += _wrong_drives(folder, manifest)
     begun = not drive and was_begun(folder, unpack_records(_bytes(folder / "commit") or b""))
@@ -244,16 +246,19 @@ def _commits(folder: Path) -> tuple[tuple[Commit, ...], list[Wrong]]:
     # Only a second commit writes blob 1: with a blob 1 and no record, records were lost.
     elif not commits and any((_bytes(folder / "blob.1") or b"")[:8]):
         wrong.append(Wrong(str(path), "the file contains no record, although two commits were made"))
-    # Only the newest blob must be intact: the next commit overwrites the other one, and may have been interrupted.
-    if commits and commits[0].blob is None:
-        record = commits[0].record
+    # Only the newest blob must be intact: the next commit overwrites the other one, and may have been interrupted. A
+    # resume needs the other one if the newest is damaged.
+    whole = next((number for number, commit in enumerate(commits) if commit.blob is not None), len(commits))
+    for record, of in zip(
+        (commit.record for commit in commits[:whole]), ("last commit", "commit before"), strict=False
+    ):
         blob = folder / f"blob.{record.blob}"
         have, reason = _read(blob)
         if have is not None:
             short = len(have) < record.blob_nbytes
             cut = f"the file is cut short: {len(have)} bytes of {record.blob_nbytes}"
             reason = cut if short else "the file does not match the checksum in its record, or is no blob"
-        wrong.append(Wrong(str(blob), f"{reason}; the file belongs to the last commit, step {record.step}"))
+        wrong.append(Wrong(str(blob), f"{reason}; the file belongs to the {of}, step {record.step}"))
     return commits, wrong
 
 
@@ -307,8 +312,8 @@ def _wrong_drives(folder: Path, manifest: StoreManifest | None) -> list[Wrong]:
             # Another store's drive, or drives in another order.
             if (own.id, number) != (manifest.id, drive):
                 expected = f"expected drive {drive} of store {manifest.id}"
-                wrong.append(Wrong(str(path), f"the file belongs to drive {number} of store {own.id}, {expected}"))
-            elif not _same_but_places(own, manifest):
+                wrong.append(Misplaced(str(path), f"the file belongs to drive {number} of store {own.id}, {expected}"))
+            elif not same_but_places(own, manifest):
                 wrong.append(Wrong(str(path), "the file differs from the copy in the last commit"))
         except StoreError as error:
             wrong.append(Wrong(str(path), _reason(path, error)))
@@ -327,9 +332,16 @@ def _wrong_drives(folder: Path, manifest: StoreManifest | None) -> list[Wrong]:
     return wrong
 
 
-def _same_but_places(one: StoreManifest, other: StoreManifest) -> bool:
-    """Returns True if two manifests are equal, apart from the folders of their drives."""
-    return len(one.drives) == len(other.drives) and dataclasses.replace(one, drives=other.drives) == other
+def same_but_places(one: StoreManifest, other: StoreManifest) -> bool:
+    """Returns True if two manifests are equal, apart from the folders of their drives, and of the model's own files."""
+    return len(one.drives) == len(other.drives) and _without_places(one) == _without_places(other)
+
+
+def _without_places(manifest: StoreManifest) -> StoreManifest:
+    files = dict(manifest.spec.files)
+    if files:  # an earlier version has recorded no samples, and a resume does
+        files["files"] = [file["nbytes"] for file in files["files"]]
+    return dataclasses.replace(manifest, drives=(), spec=manifest.spec._replace(files=files))
 
 
 def _folders(folder: Path, manifest: StoreManifest | None) -> tuple[Path, ...]:

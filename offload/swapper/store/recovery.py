@@ -48,7 +48,7 @@ from offload.swapper.store.format import (
     unpack,
     was_committed,
 )
-from offload.swapper.store.inspection import COMMIT_BEGUN, blob_of, place_in, was_begun
+from offload.swapper.store.inspection import COMMIT_BEGUN, blob_of, place_in, same_but_places, was_begun
 from offload.swapper.store.requests import Joined, bytes_of
 
 _CHUNK_NBYTES = 8 * MIB
@@ -204,10 +204,10 @@ def load_blob(folder: Path, record: CommitRecord) -> Blob:
 def check_drives(folders: Sequence[Path], copy: StoreManifest, step: int) -> tuple[list[str], list[tuple[str, ...]]]:
     """Compares the manifest on each drive with the copy that a commit holds.
 
-    Returns a line for each drive whose manifest is missing or damaged, for which the caller writes the copy to all
-    drives; and the drives' paths as each intact manifest names them. Raises `StoreError` if the number of drives
-    differs, or if a drive belongs to another store or has another index, and `IoError` if a manifest exists and cannot
-    be read: the drive may belong to another store.
+    Returns a line for each drive whose manifest is missing, damaged or another one, for which the caller writes the
+    copy to all drives; and the drives' paths as each intact manifest names them. Raises `StoreError` if the number of
+    drives differs, or if a drive belongs to another store or has another index, and `IoError` if a manifest exists and
+    cannot be read: the drive may belong to another store.
     """
     if len(copy.weights) != len(folders):
         raise StoreError(
@@ -228,6 +228,9 @@ def check_drives(folders: Sequence[Path], copy: StoreManifest, step: int) -> tup
                 f"{folder} holds drive {number} of store {manifest.id}, expected drive {drive} of store {copy.id}: "
                 f"mount the drives of this run, in the order {', '.join(copy.drives)}"
             )
+        if not same_but_places(manifest, copy):
+            path = folder / "manifest.json"
+            notices.append(f"{path} differs from the copy that step {step} holds; the file is written anew from it")
         places.append(manifest.drives)
     return notices, places
 

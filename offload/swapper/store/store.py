@@ -201,7 +201,8 @@ class SwapFiles:
         """
         compare(self._spec, copy.spec, self.folders[0])
         # The files keep the third slots that they began with, whatever this start would plan.
-        self._spec = self._spec._replace(shadowed=copy.spec.shadowed, files=copy.spec.files)
+        spec = copy.spec
+        self._spec = self._spec._replace(shadowed=spec.shadowed, files=spec.files, about=spec.about)
         # Partitions of all ranks look alike, and those of another one would be taken for this one's.
         check_rank(copy, self._rank, self.folders[0])
         lost, there = check_drives(self.folders, copy, step)
