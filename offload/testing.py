@@ -324,6 +324,13 @@ class Inspection:
         """Returns the parameters of a unit whose gradients wait in autograd's own tensors, by index."""
         return set(self._parts.gradients.kept(unit, 0, self._parts.layouts[unit].trainable_stop))
 
+    def waiting_gradient(self, unit: int, segment: int) -> torch.Tensor:
+        """Returns the memory of the first chunk of this rank's part of a gradient that has arrived."""
+        gradients, layout = self._parts.gradients, self._parts.layouts[unit]
+        gradients.downloads.drain()
+        first = max(self.trainable[unit].start - layout.segments[segment].start, 0)
+        return gradients._stored(unit, segment, gradients._chunk(unit, segment, first))
+
     def gradients_spill(self, unit: int) -> bool:
         """Returns True if the gradients of a unit wait in a file."""
         return unit in self._parts.gradients.spill

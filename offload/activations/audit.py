@@ -5,17 +5,21 @@
     backward    the gradient of that output arrives ─► the block runs again, forward and backward: checksums
                 ─► checksums of the copies of its weights in memory, with which both have computed
                 autograd's gradients of the block's parameters arrive ─► checksums
-    step        checksums of all its weights and states in memory
+                their sums with those of other micro-batches are stored ─► checksums
+    step        checksums of all its weights and states in memory, and of its gradients wherever they wait
                 all are equal, and those that the last update has written; or `AuditError` before anything is updated
 
-So a bit that flips in the block's weights or states since their update, in what autograd has saved, or in a processor,
-is found where the step is not applied yet. The draw depends on the seed and on the number of the step: all ranks draw
-alike, a step that is made again draws the same, and an update knows the draw of the next step.
+So a bit that flips in the block's weights or states since their update, in what autograd has saved, in a gradient that
+waits for its update, or in a processor, is found where the step is not applied yet. The draw depends on the seed and on
+the number of the step: all ranks draw alike, a step that is made again draws the same, and an update knows the draw of
+the next step.
 
 [Note: share] N blocks and M micro-batches make N M calls of about a step's compute together. So a step is audited with
 the probability min(1, 0.005 N M), and the audit's expected share of the compute is at most 0.5 %. Of the states in
 memory an update and the next step compute the checksums of a share of 0.005 M at most. All of them would take 1.4 times
-the processor time of AdamW's kernel: 12 bytes of a bf16 parameter, twice. Further copies of weights take 6 bytes more.
+the processor time of AdamW's kernel: 12 bytes of a bf16 parameter, twice. Further copies of weights take 6 bytes more,
+and a gradient in fp32 takes 4, twice. Of a gradient, the last micro-batch alone leaves checksums: those of all
+micro-batches would take a share that grows with their number.
 
 [Note: memory] The store has checksums of what it contains. For states in memory alone, the update computes them, after
 its kernel (`LocalShards.record_sum`). Frozen weights never change, so each audit of a block compares them with the
@@ -45,6 +49,7 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from offload.activations.checkpoints import without_cache
 from offload.engine.callbacks import EngineCallbacks, Extension
+from offload.engine.gradients import GradientAccumulator
 from offload.engine.params import handle_of
 from offload.engine.shards import LocalShards, PartitionSum, checksum
 from offload.errors import AuditError
@@ -186,13 +191,14 @@ class RandomAudit(Extension):
         device: torch.device,
         callbacks: EngineCallbacks,
         shards: LocalShards,
+        gradients: GradientAccumulator,
         exact: bool,
     ) -> None:
         """Installs hooks on `blocks`, names in `modules`; a step has `micro_batches`.
 
         `exact` is False if ranks gather codes of weights: the weights on the device then have other bits.
         """
-        self._exact = exact
+        self._exact, self._gradients = exact, gradients
         self._names, self._modules, self._shards = list(blocks), [modules[name] for name in blocks], shards
         self._inside: list[set[int]] = [set() for _ in blocks]
         """The units with parameters of each block."""
@@ -250,6 +256,8 @@ class RandomAudit(Extension):
             self._forget()
             self._step = step
             self._choice = choose(self._seed, step + 1, len(self._modules), self._micro_batches)
+            if self._choice is not None:
+                self._gradients.watch(self._units[self._choice.block])
         if self._choice is None or self._choice.block != position:
             return
         self._calls += 1
@@ -385,9 +393,18 @@ class RandomAudit(Extension):
         choice, following = (
             choose(self._seed, number, len(self._modules), self._micro_batches) for number in (step, step + 1)
         )
+        flipped = self._gradients.flipped() if choice is not None else None
         self._forget()
         if choice is not None:
             self._compare_memory(step, choice.block, copies)
+            if flipped is not None:
+                unit, segment = flipped
+                raise AuditError(
+                    f"step {step}: the gradient of {self._shards.layouts[unit].segments[segment].parameter} has other "
+                    "bits than when it began to wait for its update. Nothing was updated: the weights are those of "
+                    f"step {step - 1}. Resume from the last commit; or, in a run of one process, drop the gradients by "
+                    "zero_grad() and make the step again. If it happens again, test the memory"
+                )
             if call is not None and call.again and calls == micro_batches:
                 self._compare_call(step, choice, call)
         # calling thread: the update worker is idle, and reads this during the updates of the step.
@@ -412,6 +429,7 @@ class RandomAudit(Extension):
     def _forget(self) -> None:
         """Drops the audited call and all checksums of the step, and the hooks on its tensors."""
         self._call, self._open, self._calls, self._step, self._copies = None, None, 0, -1, []
+        self._gradients.watch(())
         with plain_tensors():
             while self._removers:
                 self._removers.pop()()

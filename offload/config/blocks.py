@@ -1300,8 +1300,9 @@ class OffloadBlock(Block):
     )
     audit: Literal["random"] | None = key(
         "random: compute the gradient of a random block and micro-batch again, for at most 0.5 % of the compute, "
-        "compare the block's weights and states in memory with what was written, and raise an AuditError before the "
-        "update if a bit differs; takes the memory of one block's activations and gradients more; see concepts/bits.md"
+        "compare the block's weights, states and waiting gradients with what was written, and raise an AuditError "
+        "before the update if a bit differs; takes the memory of one block's activations and gradients more; see "
+        "concepts/bits.md"
     )
     on_nonfinite: Literal["raise", "skip"] = key("response to a gradient norm of inf or NaN", "raise")
     debug: Debug = key("see below", Debug())

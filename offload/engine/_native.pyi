@@ -58,6 +58,7 @@ class DirectAdd:
         other: Callable[[torch.Tensor, bool], None],
         lock: AbstractContextManager[Any],
         reading: Collection[int],
+        watched: Collection[int],
         squares: list[dict[tuple[int, int], float | torch.Tensor | None]],
         unit: int,
         segment: int,

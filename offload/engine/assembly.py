@@ -733,6 +733,7 @@ def _extensions(
             plan.device.torch,
             callbacks,
             shards,
+            gradients,
             exact=not plan.parts.coded.largest,
         )
     if plan.device.host_addressable:

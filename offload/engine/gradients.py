@@ -38,6 +38,7 @@ from offload.engine._native import DirectAdd
 from offload.engine.callbacks import EngineCallbacks, GradientStats
 from offload.engine.gradient_transfer import DeviceToHost, DiskSpill
 from offload.engine.micro_batches import PassSchedule
+from offload.engine.shards import checksum
 from offload.errors import UsageError
 from offload.interrupts import uninterrupted
 from offload.kernels import cuda
@@ -347,15 +348,17 @@ class HostGradients:
         add: AddGradient,
         lock: AbstractContextManager[Any],
         reading: Collection[int],
+        watched: Collection[int],
         squares: list[dict[tuple[int, int], Squares]],
     ) -> AddGradient:
         """Returns a function that stores or adds a gradient of one parameter as autograd has made it.
 
-        `add` is the slower way, for a gradient that must be prepared or cut, or that must wait: an update is `reading`
-        its unit. A chunk with a sum in `squares` is stored already, so the function adds to it, and enters the new sum.
+        `add` is the slower way, for a gradient that must be prepared or cut, that must wait because an update is
+        `reading` its unit, or that leaves checksums because its unit is `watched`. A chunk with a sum in `squares` is
+        stored already, so the function adds to it, and enters the new sum.
         """
         whole = self._whole.get((unit, segment))
-        return add if whole is None else DirectAdd(whole.take, add, lock, reading, squares, unit, segment).add
+        return add if whole is None else DirectAdd(whole.take, add, lock, reading, watched, squares, unit, segment).add
 
     def may_keep(self, unit: int, segment: int) -> bool:
         """Returns True if `keep` may be called for gradients of this parameter."""
@@ -534,6 +537,8 @@ class GradientAccumulator:
         self._squares: list[dict[tuple[int, int], Squares]] = [{} for _ in layouts]
         """For each unit: sum of squares of each chunk, by (segment, first element)."""
         self._reading: set[int] = set()
+        self._checksums: dict[int, dict[tuple[int, int], int]] = {}
+        """For each watched unit: CRC-32C of each chunk of a complete gradient as it was stored; see `watch`."""
         memory: dict[int, torch.Tensor] = {}
         for unit, part in enumerate(parts):
             if part and unit not in on_device and unit not in spill:
@@ -559,7 +564,7 @@ class GradientAccumulator:
         if self._recorded:
             return functools.partial(self.add, unit, segment)
         prepare = functools.partial(self._add, unit, segment)
-        add = self._host.adder(unit, segment, prepare, self._lock, self._reading, self._squares)
+        add = self._host.adder(unit, segment, prepare, self._lock, self._reading, self._checksums, self._squares)
         return self.completion.reporting(add, unit, segment)
 
     @uninterrupted
@@ -640,6 +645,7 @@ class GradientAccumulator:
             assert unit not in self._reading
             self._host.keep(unit, segment, values)
             self._record(unit, segment, 0, squares)
+            self._sum_bits(unit, segment, 0, values, complete=True)
 
     def end_backward(self) -> None:
         """Completes an outermost backward, or an aborted one, whose gradients stay as far as they have arrived."""
@@ -730,6 +736,7 @@ class GradientAccumulator:
             self.downloads.drain()  # the receiving thread may store parts of the sum
             with self._lock:
                 self._host.widen(unit, [self._chunk(unit, *key) for key in self._squares[unit]])
+                self._checksums.get(unit, {}).clear()  # the wide memory has other bits
         if self.downloads.copies:
             self._send(unit, segment, first, values, new, complete)
         else:
@@ -751,10 +758,10 @@ class GradientAccumulator:
         if stored and not spills:
             start = self._start(unit, segment, first)
             target = self._host.values(unit, start, start + len(values))
-            if not summed:
+            if not summed or unit in self._checksums:
 
                 def receive(position: int, some: torch.Tensor) -> None:
-                    self._sum_stored(unit, segment, first + position, some)
+                    self._sum_stored(unit, segment, first + position, some, complete, summed)
         else:
 
             def receive(position: int, some: torch.Tensor) -> None:
@@ -771,11 +778,15 @@ class GradientAccumulator:
             else:
                 self._squares[unit].setdefault((segment, first + chunk), value)
 
-    def _sum_stored(self, unit: int, segment: int, first: int, values: torch.Tensor) -> None:
-        """Sums the squares of `values`, (n,) on the host, which a plain copy has stored in the unit's memory."""
+    def _sum_stored(
+        self, unit: int, segment: int, first: int, values: torch.Tensor, complete: bool, summed: bool
+    ) -> None:
+        """Sums `values`, (n,) on the host, which a plain copy has stored in the unit's memory; see `_accumulate`."""
         with self._lock:
             assert unit not in self._reading
-            self._record(unit, segment, first, kernels.squares_of_chunks(values, CHUNK))
+            if not summed:
+                self._record(unit, segment, first, kernels.squares_of_chunks(values, CHUNK))
+            self._sum_bits(unit, segment, first, values, complete)
 
     def _keep(self, unit: int, segment: int, first: int, values: torch.Tensor, new: bool, complete: bool) -> None:
         """Stores or adds `values` on the device. A sum is rounded once, as by the host's kernel."""
@@ -789,6 +800,7 @@ class GradientAccumulator:
         for number, some in enumerate(memory.split(CHUNK)):
             square = None if rounds and not complete else self._round_on_device(some)
             self._squares[unit][segment, first + number * CHUNK] = square
+        self._sum_bits(unit, segment, first, memory, complete)
 
     def _round_on_device(self, memory: torch.Tensor) -> torch.Tensor:
         """Rounds a complete sum of one chunk in its memory, (n,) on the device; returns its sum of squares, ()."""
@@ -848,11 +860,50 @@ class GradientAccumulator:
                     squares = [None] * len(squares)
                 if not summed:
                     self._record(unit, segment, first + done, squares)
+                if unit in self._checksums:
+                    stored = self._host.values(unit, start + done, start + done + some.numel(), ())
+                    self._sum_bits(unit, segment, first + done, stored, complete)
 
     def _record(self, unit: int, segment: int, first: int, squares: Sequence[Squares]) -> None:
         """Records the sum of squares of each chunk from element `first` of a segment on. The caller holds the lock."""
         for number, value in enumerate(squares):
             self._squares[unit][segment, first + number * CHUNK] = value
+
+    # -- bits that wait for their update --------------------------------------------------------------
+
+    def watch(self, units: Iterable[int]) -> None:
+        """Makes gradients of `units` leave checksums as the last micro-batch of the step stores them, and no others."""
+        self._checksums.clear()
+        self._checksums.update((unit, {}) for unit in units)
+
+    def _sum_bits(self, unit: int, segment: int, first: int, stored: torch.Tensor, complete: bool) -> None:
+        """Records the checksum of each chunk from element `first` of a segment on, `stored`, if the unit is watched."""
+        if unit in self._checksums and len(stored):
+            for number, chunk in enumerate(stored.split(CHUNK)):
+                key = segment, first + number * CHUNK
+                self._checksums[unit].pop(key, None)
+                if complete:
+                    self._checksums[unit][key] = checksum(chunk)
+
+    @uninterrupted
+    def flipped(self) -> tuple[int, int] | None:
+        """Returns unit and segment of a gradient with other bits than its checksums tell, or None if there is none."""
+        self.downloads.drain()
+        for unit, sums in self._checksums.items():
+            for key, expected in sums.items():
+                with self._lock:
+                    if checksum(self._stored(unit, key[0], self._chunk(unit, *key))) != expected:
+                        return unit, key[0]
+        return None
+
+    def _stored(self, unit: int, segment: int, chunk: range) -> torch.Tensor:
+        """Returns elements `chunk` of a unit's gradient, of one segment, where they are. The caller holds the lock."""
+        if unit in self._on_device:
+            return self._on_device[unit][chunk.start : chunk.stop]
+        if (kept := self._host.kept_of(unit).get(segment)) is not None:
+            place = self._start(unit, segment, 0)
+            return kept[chunk.start - place : chunk.stop - place]
+        return self._host.values(unit, chunk.start, chunk.stop, ())
 
     def _complete_sums(self, unit: int) -> None:
         """Rounds sums to which the last micro-batch of the step has added nothing; all gradients are received."""
@@ -928,16 +979,11 @@ class GradientAccumulator:
         """Fills `values`, (n,) on the CPU, with elements [first, first + n) of a segment: all those of this rank."""
         self.downloads.drain()
         start, dtype = self._start(unit, segment, first), self.dtypes.values
-        if unit in self._on_device:
-            values.copy_(self._on_device[unit][start : start + len(values)].to(dtype))
-        else:
-            with self._lock:
-                if (kept := self._host.kept_of(unit).get(segment)) is not None:
-                    values.copy_(kept[first : first + len(values)])
-                    return
-                for chunk in range(0, len(values), CHUNK):
-                    some = values[chunk : chunk + CHUNK]
-                    some.copy_(self._host.values(unit, start + chunk, start + chunk + len(some)).to(dtype))
+        with self._lock:
+            for chunk in range(0, len(values), CHUNK):
+                some = values[chunk : chunk + CHUNK]
+                place = range(start + chunk, start + chunk + len(some))
+                some.copy_(self._stored(unit, segment, place).to(dtype))
         # Totals are not stored for the look: more micro-batches may come, and a sum is rounded once.
         for owner, (position, at) in self.totals.ranges():
             if (owner, position) == (unit, segment):
@@ -1022,6 +1068,7 @@ class GradientAccumulator:
             self.spill.forget(unit)
         with self._lock:
             self._squares[unit] = {}
+            self._checksums.get(unit, {}).clear()
             self.totals.forget(unit)
             self._host.narrow(unit)
             self._host.drop_kept(unit)

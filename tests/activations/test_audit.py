@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
+import os
+import re
 from collections import Counter
 from collections.abc import Callable
 from functools import partial
@@ -12,13 +15,30 @@ import pytest
 import torch
 from torch import nn
 
+import offload
 from offload import testing
 from offload.activations.audit import SHARE, choose
-from offload.errors import AuditError, EngineFailed
+from offload.errors import AuditError, EngineFailed, OffloadError, RankError
 from offload.states import State
+from offload.torch_internals import StorageUsers
 from tests.support import models
+from tests.support.devices.late_device import LateDevice, use_device
 from tests.support.models import DROPOUT, LORA, MIXTURE, SHALLOW_DROPOUT
-from tests.support.oracle import Job, Result, accumulated_step, assert_same, run, start, train_step, trained, weights_of
+from tests.support.oracle import (
+    Job,
+    Result,
+    accumulated_step,
+    assert_same,
+    assert_same_tensors,
+    least_host_memory,
+    run,
+    small_pieces,
+    start,
+    train_step,
+    trained,
+    weights_of,
+)
+from tests.support.processes.device_process import engine_device
 from tests.support.ranks import rank_pool
 
 DISK = ("nvme", "nvme")
@@ -286,6 +306,63 @@ def test_a_flip_in_the_only_copy_of_a_moment_stops_the_engine(tier: str, audited
     engine.destroy(remove=True)
 
 
+KEEPS_GRADIENTS = pytest.mark.skipif(
+    engine_device() != "cpu" or not StorageUsers.counted(), reason="gradients are copied on this device or build"
+)
+WAITING: dict[str, tuple[Job, tuple[str, str], dict[str, Any]]] = {
+    "in host memory": (WIDE, DISK, {}),
+    "kept": (STACK._replace(accumulation=1), DISK, {}),
+    "on the device": (WIDE._replace(accumulation=2), ("none", "none"), {"device_memory": 1 << 24}),
+    "in a file": (WIDE._replace(accumulation=2), DISK, {}),
+    "beside its update": (WIDE, DISK, {"speculate": True}),
+    "rounded": (WIDE._replace(accumulation=2, dtype="bf16"), DISK, {"gradients": "16bit"}),
+}
+
+
+@pytest.mark.parametrize(
+    "where",
+    [
+        pytest.param("kept", marks=KEEPS_GRADIENTS),
+        *(where for where in WAITING if where != "kept"),
+    ],
+)
+def test_a_flip_in_a_gradient_that_waits_for_its_update_stops_the_step(
+    where: str, audited: list[int], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    job, placement, options = WAITING[where]
+    if where == "on the device":
+        use_device(monkeypatch, LateDevice(0, 0.9))
+    if where == "kept":
+        testing.replace(monkeypatch, "size.kept_gradient", 1)
+    if where == "in a file":
+        small_pieces(monkeypatch)
+        options = {"host_memory": least_host_memory(job, tmp_path / "least")}
+    calm = run(job, placement, tmp_path / "calm", **options)
+    engine = start(job, placement, tmp_path / "run", audit="random", **options)
+    losses = [train_step(engine, job, step) for step in range(2)]
+    seen, drawn = testing.inspect(engine), choose(job.seed, 3, 3, job.accumulation)
+    assert drawn is not None
+    # Hooks on the gradients of the block itself refer to them, so the engine keeps those of another unit alone.
+    name = "head" if where == "kept" else f"blocks.{drawn.block}"
+    unit = unit_of(engine, name)
+    for micro in range(job.accumulation):
+        engine.backward(job.loss(engine, 2, micro))
+        if micro < job.accumulation - 1:
+            engine.step()
+    if where == "beside its update":
+        testing.settle_early_updates(engine)
+    gradient = seen.waiting_gradient(unit, 0)
+    assert (seen.gradients_spill(unit), seen.gradients_stay(unit)) == (where == "in a file", where == "on the device")
+    assert bool(seen.gradients_kept(unit)) == (where == "kept")
+    gradient.view(torch.uint8)[-1] ^= 128  # the sign, which no sum of squares shows
+    with pytest.raises(AuditError, match=rf"step 3: the gradient of {name}\..* has other bits"):
+        engine.step()
+    assert engine.global_steps == 2
+    engine.zero_grad()
+    assert losses + [train_step(engine, job, step) for step in range(2, job.steps)] == calm.losses
+    engine.destroy(remove=True)
+
+
 @pytest.mark.parametrize("tier", ["none", "cpu"])
 def test_a_flip_in_frozen_weights_is_found_at_the_next_audit_of_their_block(
     tier: str, audited: list[int], tmp_path: Path
@@ -331,6 +408,62 @@ def test_an_edit_between_two_micro_batches_is_no_flip(
     engine.destroy(remove=True)
 
 
+class PartlyUsed(nn.Module):
+    """A block of which some calls use the bias alone."""
+
+    whole = True
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Linear(128, 128)
+
+    def forward(self, values: torch.Tensor) -> torch.Tensor:
+        output: torch.Tensor = self.inner(values) if self.whole else values + self.inner.bias
+        return output
+
+
+class PartlyUsedBlocks(Wide):
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.Sequential(*(PartlyUsed() for _ in range(3)))
+
+
+def partly_used_loss(model: Any, step: int, micro: int) -> torch.Tensor:
+    rows = torch.randn(4, 128, generator=torch.Generator().manual_seed(step))
+    for block in model.module.blocks:
+        block.whole = micro == 0
+    loss: torch.Tensor = model(rows.to(next(model.module.parameters()).dtype)).float().square().mean()
+    return loss
+
+
+@pytest.mark.parametrize(
+    ("dtype", "options"),
+    [("fp32", {}), ("bf16", {"gradients": "16bit", "schedule": "layer_major"}), ("fp32", {"host_memory": 0})],
+    ids=["in memory", "rounded", "in a file"],
+)
+def test_gradients_that_a_user_sets_drops_or_adds_after_the_last_micro_batch_are_no_flips(
+    dtype: str, options: dict[str, Any], audited: list[int], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    job = Job(PartlyUsedBlocks, partly_used_loss, steps=4, accumulation=2, dtype=dtype)
+    if "host_memory" in options:
+        small_pieces(monkeypatch)
+        options = {"host_memory": least_host_memory(job, tmp_path / "least")}
+    engine = start(job, DISK, tmp_path / "run", audit="random", **options)
+    weight = engine.module.get_parameter("blocks.0.inner.weight")
+    for step in range(job.steps):
+        for micro, last in enumerate((True, False)):
+            engine.set_gradient_accumulation_boundary(last)
+            if step == 2 and not last:
+                engine.zero_grad()
+            engine.backward(job.loss(engine, step, micro))
+        engine.set_gradient_accumulation_boundary(True)
+        if step == 3:
+            offload.safe_set_full_grad(weight, torch.ones(128, 128))
+        engine.step()
+    assert engine.global_steps == job.steps
+    engine.destroy(remove=True)
+
+
 def _of_two_ranks(job: Job, folder: Path, audit: str | None) -> tuple[Result, int]:
     with pytest.MonkeyPatch.context() as patch:
         compared = audit_each_step(patch)
@@ -347,3 +480,60 @@ def test_two_ranks_audit_the_same_calls(quantized: str, ranks: rank_pool.RankPoo
     for (left, none), (right, all_steps) in zip(plain, audited_ranks, strict=True):
         assert_same(left, right)
         assert (none, all_steps) == (0, SHALLOW_DROPOUT.steps)
+
+
+RANKS = WIDE._replace(accumulation=1, steps=5)
+ON_RANKS: dict[str, Any] = {"audit": "random", "durability": "step"}
+
+
+def _flip_on_one_rank(where: str, folder: Path) -> str:
+    """Flips a bit on rank 1 in step 3, and returns the error with which this rank ends."""
+    with pytest.MonkeyPatch.context() as patch:
+        audit_each_step(patch)
+        engine = rank_pool.start(RANKS, ("cpu", "cpu"), folder, **ON_RANKS)
+        for step in range(2):
+            train_step(engine, RANKS, step)
+        drawn = choose(RANKS.seed, 3, 3, 1)
+        assert drawn is not None
+        unit, seen, one = unit_of(engine, f"blocks.{drawn.block}"), testing.inspect(engine), os.environ["RANK"] == "1"
+        try:
+            testing.settle(engine)
+            if one and where == "moment":
+                seen.residents[unit, State.EXP_AVG].view(torch.int32)[-1] ^= 1
+            engine.backward(RANKS.loss(engine, 2, 0))
+            if one and where != "moment":
+                seen.waiting_gradient(unit, 0).view(torch.int32)[-1] ^= 1
+            engine.step()
+            train_step(engine, RANKS, 3)
+        except OffloadError as error:
+            if one and where == "gradient, and goes on":
+                with pytest.raises(RankError, match="rank 1 drops its gradients"):
+                    engine.zero_grad()
+            with contextlib.suppress(RankError):
+                engine.destroy()
+            return f"{type(error).__name__}: {error}"
+        raise AssertionError("the step was made")
+
+
+def _resumed(folder: Path) -> tuple[int, dict[str, torch.Tensor]]:
+    engine = rank_pool.start(RANKS, ("cpu", "cpu"), folder, resume="auto", **ON_RANKS)
+    first = engine.global_steps
+    for step in range(first, RANKS.steps):
+        train_step(engine, RANKS, step)
+    weights = weights_of(engine)
+    engine.destroy(remove=True)
+    return first, weights
+
+
+@pytest.mark.parametrize("where", ["gradient", "gradient, and goes on", "moment"])
+def test_a_flip_on_one_rank_ends_the_others_which_name_it_and_all_resume(where: str, tmp_path: Path) -> None:
+    with rank_pool.pool(2) as ranks:
+        calm = ranks.run(_resumed, tmp_path / "calm")
+        other, one = ranks.run(_flip_on_one_rank, where, tmp_path / "run")
+        assert re.match("AuditError: step 3: ", one)
+        cause = "drops its gradients" if "goes on" in where else r".*, after offload\.errors\.AuditError: step 3: "
+        assert re.match(f"RankError: .*rank 1 {cause}", other)
+        resumed = ranks.run(_resumed, tmp_path / "run")
+    for (_, expected), (first, weights) in zip(calm, resumed, strict=True):
+        assert first == 2
+        assert_same_tensors(expected, weights)

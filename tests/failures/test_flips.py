@@ -33,6 +33,7 @@ IN_CALLS = ("weights after the forward", "saved activation", "gradient")
 """Faults in each call of one block."""
 IN_MEMORY = ("weights before the forward", "weights in RAM", "moment in RAM")
 """Faults in memory that the update of one block has written, before or between its calls."""
+WAITING = "gradient that waits for its update"
 ON_DRIVES = ("read", "moment on the drive")
 """Faults that come once."""
 
@@ -133,10 +134,10 @@ def calm() -> list[float]:
     return losses
 
 
-def strike(seed: int, folder: Path) -> tuple[str, str]:
-    """Trains under one fault. Returns where it is, and what found it."""
+def strike(seed: int, folder: Path, faults: tuple[str, ...] = IN_CALLS + IN_MEMORY + ON_DRIVES) -> tuple[str, str]:
+    """Trains under one of `faults`. Returns where it is, and what found it."""
     chance = random.Random(seed)
-    where, moment = chance.choice(IN_CALLS + IN_MEMORY + ON_DRIVES), chance.randrange(1, 4)
+    where, moment = chance.choice(faults), chance.randrange(1, 4)
     number, element, bit = chance.randrange(BLOCKS), chance.randrange(1 << 20), chance.randrange(32)
     # A copy of weights on a drive may be read again between forward and backward, and is right then.
     weights = {IN_CALLS[0]: "none", "weights in RAM": "cpu", IN_MEMORY[0]: chance.choice(["none", "cpu", "nvme"])}
@@ -154,6 +155,14 @@ def strike(seed: int, folder: Path) -> tuple[str, str]:
         promised = next(
             step for step in range(moment, STEPS) if (drawn := choose(0, step + 1, BLOCKS, 1)) and drawn.block == number
         )
+
+        def train(step: int) -> float:
+            engine.backward(value := loss(engine, step, 0))
+            if block.fault == WAITING:
+                flip(seen.waiting_gradient(unit, 0), element, bit)
+            engine.step()
+            return float(value.detach())
+
         words = f"seed {seed}: bit {bit} of {where} of block {number} in step {moment + 1}, {placement}"
         for step in range(STEPS):
             if step == moment:
@@ -172,13 +181,13 @@ def strike(seed: int, folder: Path) -> tuple[str, str]:
                     values = seen.pager.weight_updates.tier_buffer(unit).tensor(torch.float32)
                 flip(values, element, bit)
             try:
-                losses.append(train_step(engine, JOB, step))
+                losses.append(train(step))
             except AuditError as error:
                 assert f"step {step + 1}: " in str(error) and f"blocks.{number}" in str(error), (words, error)
                 found = "the audit" if step == promised else "a later audit"
                 block.fault = ""
                 engine.zero_grad()
-                losses.append(train_step(engine, JOB, step))
+                losses.append(train(step))
             except NumericsError:
                 found = "the norm"  # a high bit of an exponent: the step was not applied
                 break
@@ -186,7 +195,7 @@ def strike(seed: int, folder: Path) -> tuple[str, str]:
                 assert "the bytes are damaged" in str(error)
                 found = "the compare of reads"
                 break
-            if where in IN_MEMORY:
+            if where in (*IN_MEMORY, WAITING):
                 assert found or step < promised, f"{words}: not found in step {promised + 1}"
             if (found and step > moment) or (where in ON_DRIVES and step == moment + 2):
                 break
@@ -208,6 +217,14 @@ def strike(seed: int, folder: Path) -> tuple[str, str]:
 def test_flips_are_found_where_that_is_promised(tmp_path: Path) -> None:
     found = Counter(strike(seed, tmp_path) for seed in range(7))
     assert found.total() == 7
+
+
+@pytest.mark.slow
+def test_twenty_five_flips_of_gradients_that_wait(tmp_path: Path) -> None:
+    """`-s` prints what found how many."""
+    found = Counter(strike(seed, tmp_path, (WAITING,)) for seed in range(25))
+    print("\n".join(f"{count:4} {where}: {by}" for (where, by), count in sorted(found.items())))
+    assert found.total() == 25
 
 
 @pytest.mark.slow

@@ -13,6 +13,21 @@ MUTANTS = (
         "tests/activations/test_audit.py::test_an_edit_between_two_micro_batches_is_no_flip",
     ),
     Mutant(
+        "update with a gradient in which a bit has flipped",
+        "offload.activations.audit",
+        "if flipped is not None:",
+        "if False:",
+        "tests/activations/test_audit.py::test_a_flip_in_a_gradient_that_waits_for_its_update_stops_the_step",
+    ),
+    Mutant(
+        "compare a gradient to which another micro-batch was added with its checksum from before",
+        "offload.engine.gradients",
+        "self._checksums[unit].pop(key, None)",
+        "pass",
+        "tests/activations/test_audit.py::"
+        "test_gradients_that_a_user_sets_drops_or_adds_after_the_last_micro_batch_are_no_flips",
+    ),
+    Mutant(
         "go on with memory in which a bit has flipped and that no file contains",
         "offload.activations.audit",
         "if not restored:",

@@ -13,13 +13,15 @@ namespace offload {
 class DirectAdd {
   public:
     // `take` stores or adds a gradient and returns its sum of squares, or None if the gradient must
-    // be prepared first; then, and where the call would wait, `other` does all of it.
+    // be prepared first; then, where the call would wait, and for a unit that is `watched`, `other`
+    // does all of it.
     DirectAdd(nb::object take, nb::object other, nb::object lock, nb::object reading,
-              nb::list squares, std::int64_t unit, std::int64_t segment)
+              nb::object watched, nb::list squares, std::int64_t unit, std::int64_t segment)
         : take_(std::move(take)),
           other_(std::move(other)),
           lock_(std::move(lock)),
           reading_(std::move(reading)),
+          watched_(std::move(watched)),
           squares_(std::move(squares)),
           unit_(nb::int_(unit)),
           key_(nb::make_tuple(segment, 0)),
@@ -33,7 +35,7 @@ class DirectAdd {
   private:
     bool added(nb::handle gradient) const {
         const TriedLock lock(lock_);
-        if (!lock.held() || contains(reading_, unit_)) return false;
+        if (!lock.held() || contains(reading_, unit_) || contains(watched_, unit_)) return false;
         const nb::object known = squares_[position_];
         const nb::object value =
             apply(take_, gradient, nb::handle(contains(known, key_) ? Py_True : Py_False));
@@ -42,7 +44,7 @@ class DirectAdd {
         return true;
     }
 
-    nb::object take_, other_, lock_, reading_;
+    nb::object take_, other_, lock_, reading_, watched_;
     nb::list squares_;
     nb::object unit_, key_;
     std::size_t position_;

@@ -24,8 +24,8 @@ NB_MODULE(_native, m) {
              nb::arg().none(), nb::arg())
         .def("unpack", &Unpack::unpack);
     nb::class_<DirectAdd>(m, "DirectAdd")
-        .def(nb::init<nb::object, nb::object, nb::object, nb::object, nb::list, std::int64_t,
-                      std::int64_t>())
+        .def(nb::init<nb::object, nb::object, nb::object, nb::object, nb::object, nb::list,
+                      std::int64_t, std::int64_t>())
         .def("add", &DirectAdd::add);
     nb::class_<GradientHook>(m, "GradientHook")
         .def(nb::init<nb::object, nb::object, nb::object>())
