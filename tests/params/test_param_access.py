@@ -426,7 +426,6 @@ def test_refused_and_nothing_is_harmed(name: str, tmp_path: Path) -> None:
     assert losses == run(job, DISK, tmp_path / "plain").losses
 
 
-@pytest.mark.works("Looking at weights and editing them, between steps", "a weight after `destroy()`", "refused")
 def test_arrays_and_state_dicts_are_copies_that_no_step_changes(tmp_path: Path) -> None:
     engine = start(GPT2, ("nvme", "nvme"), tmp_path)
     weight = engine.module.transformer.ln_f.weight
@@ -444,6 +443,7 @@ def test_arrays_and_state_dicts_are_copies_that_no_step_changes(tmp_path: Path) 
     engine.destroy(remove=True)
 
 
+@pytest.mark.works("Looking at weights and editing them, between steps", "a weight after `destroy()`", "refused")
 def test_no_weights_after_the_end(tmp_path: Path) -> None:
     engine = start(GPT2, DISK, tmp_path)
     engine.destroy(remove=True)
