@@ -360,22 +360,20 @@ class KeptInput:
 
     __slots__ = (
         *("__weakref__", "changed", "form", "memory", "nbytes"),
-        *("position", "released", "stays", "version", "wanted"),
+        *("released", "stays", "version", "wanted"),
     )
 
-    def __init__(
-        self, tensor: torch.Tensor, position: int, wanted: tuple[int, ...], released: deque[InputMemory]
-    ) -> None:
+    def __init__(self, tensor: torch.Tensor, wanted: tuple[int, ...], released: deque[InputMemory]) -> None:
         """Keeps `tensor`, detached: the graph must not refer to itself.
 
-        `position` is the index in the order of the forward; `wanted` sorts inputs in the expected order of the
-        backward's requests. `released` receives the memory in the end.
+        `wanted` sorts inputs in the expected order of the backward's requests. `released` receives the memory in the
+        end.
         """
         self.memory = InputMemory(tensor=tensor.detach())
         self.version = tensor._version
         self.form = Form.of(tensor)
         self.nbytes = tensor.numel() * tensor.element_size()
-        self.position, self.wanted, self.released = position, wanted, released
+        self.wanted, self.released = wanted, released
         self.changed = False
         """True if the tensor was changed in place before its copy was complete."""
         self.stays = False
@@ -726,7 +724,7 @@ class KeptInputs(UnitCheckpoints):
         self._lock = threading.RLock()
         self._released: deque[InputMemory] = deque()
         self._kept: list[weakref.ref[KeptInput]] = []
-        """The inputs in the order of the forward; a position is an index. Dropped ones go when they are many."""
+        """The inputs in the order of the forward. Dropped ones go when they are many."""
         self._leaving: list[KeptInput] = []
         """Inputs whose tensor is held until compute is ordered after its download."""
         self._shared: dict[tuple[int, int], tuple[StorageWeakRef, weakref.ref[KeptInput]]] = {}
@@ -773,7 +771,7 @@ class KeptInputs(UnitCheckpoints):
             self._let_go_of_leaving()
             kept_input = self._same(tensor)
             if kept_input is None:
-                kept_input = KeptInput(tensor, len(self._kept), self._order.next(), self._released)
+                kept_input = KeptInput(tensor, self._order.next(), self._released)
                 # Weak: graphs alone hold the object, so its memory is free again when the last of them ends.
                 self._kept.append(weakref.ref(kept_input))
                 if len(self._shared) >= _MOST_SHARED:
@@ -930,8 +928,6 @@ class KeptInputs(UnitCheckpoints):
         alive = self._alive()
         # If the next forward always begins before the backward of the last, the end is never a dropped one.
         if len(self._kept) > 2 * len(alive) + _MOST_SHARED:
-            for position, kept_input in enumerate(alive):
-                kept_input.position = position
             self._kept = [weakref.ref(kept_input) for kept_input in alive]
         dropped = []
         # any thread: a graph that dies appends meanwhile, without the lock. Both calls of the deque are atomic.

@@ -192,7 +192,7 @@ class ModuleEntries:
         Raises:
             ConfigError: If a module cannot restore its entries, or if `commits` and an entry is not plain.
         """
-        self._model, self._device_type = model, "cpu"
+        self._model = model
         self._extra = extra_states(model)
         names = {name for name in saved_state(model).others if name not in self._extra}
         self._others = _taken_back(model, names)

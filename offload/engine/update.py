@@ -684,8 +684,6 @@ class UpdateWorker(Updates):
         self._queues: Mapping[Lane, deque[UnitUpdate]] = {lane: deque() for lane in Lane}
         self._jobs: dict[Lane, UnitJob] = {}
         """The job of each lane whose next tile begins, until all its tiles have begun."""
-        self._last: Lane | None = None
-        """The lane of the tile that was computed last."""
         self._second_passes = second_passes
         self._moments: dict[int, UnitUpdate] = {}
         """Updates whose weights are published and whose moments are not begun, by unit, in the order of the former."""
@@ -860,9 +858,8 @@ class UpdateWorker(Updates):
         for other in Lane:
             self._begin_tiles(other)
         begun = [other for other, tiles in self._pipeline.reading.items() if tiles]
-        lane = next_lane(begun, self._pipeline.reads_ended(Lane.STREAMED), self._awaited_lane(), self._last)
+        lane = next_lane(begun, self._pipeline.reads_ended(Lane.STREAMED))
         if lane is not None:
-            self._last = lane
             computed = self._pipeline.compute(lane)
             if computed is not None:
                 computed.computed = True
@@ -1014,17 +1011,6 @@ class UpdateWorker(Updates):
     def _queued(self) -> bool:
         return bool(any(self._queues.values()) or self._moments)
 
-    def _awaited_lane(self) -> Lane | None:
-        """Returns the lane of the unit whose update a thread waits for, if any."""
-        with self._pager.lock:
-            unit = self._awaited_unit()
-        return None if unit is None else self._lane_of(unit)
-
-    def _awaited_unit(self) -> int | None:
-        """Returns a unit for whose weights, else for whose gradient, a thread waits. The caller holds the lock."""
-        unit = self._weights.awaited_unit()
-        return self._awaited_gradients[0] if unit is None and self._awaited_gradients else unit
-
     def _next_job(self, lane: Lane) -> UnitJob | None:
         """Takes the update of a lane that a thread waits for, else the first, and returns its job.
 
@@ -1036,7 +1022,9 @@ class UpdateWorker(Updates):
             # `schedule` discards the one and queues the other under this same lock.
             if any(job.lane is lane for job in self.offers.draining):
                 return None
-            wanted = self._awaited_unit()
+            wanted = self._weights.awaited_unit()
+            if wanted is None and self._awaited_gradients:
+                wanted = self._awaited_gradients[0]
             if lane is Lane.MEMORY and self._moments and (wanted in self._moments or not queue):
                 # The backward uses units in the reverse order.
                 unit = wanted if wanted in self._moments else next(reversed(self._moments))

@@ -29,22 +29,16 @@ class Lane(enum.Enum):
     """The drives read or write states, or read the gradient. Updates that share the drives keep their order."""
 
 
-def next_lane(begun: Collection[Lane], reads_ended: bool, awaited: Lane | None, last: Lane | None) -> Lane | None:
+def next_lane(begun: Collection[Lane], reads_ended: bool) -> Lane | None:
     """Returns the lane whose oldest tile is computed next, or None if no tile has begun.
 
-    Args:
-        begun: The lanes with tiles that have begun and are not computed.
-        reads_ended: True if the oldest streamed tile has been read.
-        awaited: The lane of the unit whose update a thread waits for, if any.
-        last: The lane of the tile that was computed last.
+    `begun` are the lanes with tiles that have begun and are not computed. `reads_ended` is True if the oldest streamed
+    tile has been read.
     """
-    if Lane.MEMORY not in begun:
-        return Lane.STREAMED if begun else None
-    if Lane.STREAMED not in begun or not reads_ended:
-        return Lane.MEMORY
-    # A streamed tile gives the drives a write and a read to do, for which they need far longer than the kernel. If they
-    # are faster than the kernel, an awaited unit in memory still gets every second tile.
-    return Lane.MEMORY if awaited is Lane.MEMORY and last is Lane.STREAMED else Lane.STREAMED
+    # A streamed tile gives the drives a write and a read to do, for which they need far longer than the kernel.
+    if Lane.STREAMED in begun and (reads_ended or Lane.MEMORY not in begun):
+        return Lane.STREAMED
+    return Lane.MEMORY if begun else None
 
 
 class SecondPasses:

@@ -170,8 +170,8 @@ MUTANTS = (
     Mutant(
         "wait for reads while states in memory could be updated",
         "offload.layout.update_order",
-        "if Lane.STREAMED not in begun or not reads_ended:",
-        "if Lane.STREAMED not in begun:",
+        "if Lane.STREAMED in begun and (reads_ended or Lane.MEMORY not in begun):",
+        "if Lane.STREAMED in begun:",
         "tests/updates/test_lanes.py",
     ),
     Mutant(

@@ -114,8 +114,6 @@ class SimulatedUpdater:
         self._queues: dict[Lane, deque[int]] = {lane: deque() for lane in Lane}
         self._jobs: dict[Lane, _Update] = {}
         self._reading: dict[Lane, deque[_Tile]] = {lane: deque() for lane in Lane}
-        self._last: Lane | None = None
-        """The lane of the tile that was computed last."""
         self._writing: deque[_Tile] = deque()
         self._free = TILE_BUFFERS if tile_buffers is None else tile_buffers
         self._busy = False
@@ -171,7 +169,9 @@ class SimulatedUpdater:
         self._begun.clear()
         self._pager.begin_updates(units)
         for unit in units:
-            self._queues[self._lane_of(unit)].append(unit)
+            cost = self._costs[unit]
+            assert cost is not None
+            self._queues[cost.lane].append(unit)
         self._second_passes.begin_step()
         self._busy = True
         self._pager.notify()
@@ -203,14 +203,11 @@ class SimulatedUpdater:
             for other in Lane:
                 while self._may_begin(other) and (tile := (yield from self._next_tile(other))) is not None:
                     self._reading[other].append(tile)
-            wanted = self._pager.wanted_update()
-            awaited = None if wanted is None else self._lane_of(wanted)
             begun = [other for other, tiles in self._reading.items() if tiles]
             streamed = self._reading[Lane.STREAMED]
             reads_ended = not streamed or all(read.done for read in streamed[0].reads)
-            lane = next_lane(begun, reads_ended, awaited, self._last)
+            lane = next_lane(begun, reads_ended)
             if lane is not None:
-                self._last = lane
                 yield from self._compute_tile(self._reading[lane].popleft())
             elif self._writing:
                 for write in self._writing[0].writes:
@@ -246,11 +243,6 @@ class SimulatedUpdater:
                     yield from self._pager.advance()
                 self._pager.written(job.unit)
                 yield from self._pager.advance()
-
-    def _lane_of(self, unit: int) -> Lane:
-        cost = self._costs[unit]
-        assert cost is not None
-        return cost.lane
 
     def _may_begin(self, lane: Lane) -> bool:
         """Returns False if `_next_tile` returns None for sure. The worker asks after each event."""
