@@ -42,7 +42,7 @@ from offload.checkpoint.files import (
     read_text,
     wrong_files,
 )
-from offload.errors import IoError, StoreError
+from offload.errors import IoError, OffloadError, StoreError
 from offload.fileio import DirLock, LockHeldError, holder_of, inner_folder, read_inner, replace_durably, sync_folder
 from offload.records import parse
 from offload.sizes import MIB
@@ -309,13 +309,20 @@ def check_free(checkpoint: Path, latest: bool) -> None:
 
 @contextlib.contextmanager
 def naming_errors(path: Path, operation: str) -> Iterator[None]:
-    """Converts an `OSError` of the block into an `IoError` about `path` and `operation`."""
+    """Converts an `OSError` of the block into an `IoError` about `path` and `operation`.
+
+    Libraries in Rust, such as tokenizers, raise exceptions of their own for the errors of files.
+    """
     try:
         yield
-    except IoError:
+    except OffloadError:
         raise
     except OSError as error:
         raise IoError(str(path), 0, 0, error.errno or errno.EIO, operation) from error
+    except Exception as error:
+        if (number := re.search(r"\(os error (\d+)\)", str(error))) is None:
+            raise
+        raise IoError(str(path), 0, 0, int(number[1]), operation) from error
 
 
 def write_new(path: Path, data: bytes) -> None:

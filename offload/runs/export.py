@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from offload.aio.protocols import Queue
+from offload.checkpoint.directory import naming_errors
 from offload.checkpoint.files import read_manifest
 from offload.checkpoint.load import CheckpointSource
 from offload.errors import StoreError
@@ -153,7 +154,8 @@ def export(
         if tokenizer is not None:
             copy_tokenizer(tokenizer, folder)
         elif write_tokenizer is not None:
-            write_tokenizer(folder)
+            with naming_errors(folder, "write"):
+                write_tokenizer(folder)
     return Exported(
         out,
         source.step,

@@ -330,10 +330,17 @@ def test_a_disk_that_is_full_leaves_what_was_there(
         elif failure == "config":
             testing.replace(patch, "file.write_new", full)
         else:
-            patch.setattr(type(tokenizer), "save_pretrained", full)
+            save = type(tokenizer).save_pretrained
+
+            def full_tokenizer(tokenizer: Any, folder: str) -> Any:
+                Path(folder, "tokenizer.json").symlink_to("/dev/full")  # the library in Rust writes this file
+                return save(tokenizer, folder)
+
+            patch.setattr(type(tokenizer), "save_pretrained", full_tokenizer)
         with pytest.raises((StoreError, OSError)) as error:
             engine.save_pretrained(out, tokenizer=tokenizer)
         assert isinstance(error.value, OffloadError)
+        assert failure != "tokenizer" or "No space left on device" in str(error.value)
     assert {path: path.read_bytes() for path in out.iterdir()} == before
     assert sorted(path.name for path in tmp_path.iterdir()) == ["out", "swap"]
     engine.save_pretrained(out)
