@@ -213,12 +213,14 @@ def test_a_plan_counts_weights_in_files_as_the_run_does(tmp_path: Path) -> None:
     inspected = testing.inspect(engine)
     described = [
         [(layout.name, layout.numel, layout.in_files) for layout in layouts]
-        for layouts in (planned.layouts, inspected.layouts)
+        for layouts in (planned.request.layouts, inspected.layouts)
     ]
     assert described[0] == described[1] and any(in_files for _, _, in_files in described[0])
     assert planned.stored == (tmp_path / "swap" / "default" / "rank0" / "states").stat().st_size
-    shares = [(layout.trainable(0, 1), layout.frozen(0, 1)) for layout in planned.layouts]
-    sizes = unit_sizes(planned.layouts, planned.placement, shares, planned.mode, planned.in_place_layouts)
+    shares = [(layout.trainable(0, 1), layout.frozen(0, 1)) for layout in planned.request.layouts]
+    sizes = unit_sizes(
+        planned.request.layouts, planned.placement, shares, planned.mode, planned.request.in_place_layouts
+    )
     for ours, real in zip(sizes, inspected.sizes, strict=True):
         assert (ours.name, ours.tier, ours.nbytes) == (real.name, real.tier, real.nbytes)
         assert abs(ours.shard_nbytes - real.shard_nbytes) <= PAGE * len(real.pieces)

@@ -327,13 +327,13 @@ def test_a_plan_has_the_bytes_of_the_run(optimizer: str, tmp_path: Path) -> None
     engine = offload.initialize(model=gpt2(), config=content)[0]
     inspected = testing.inspect(engine)
     plan = _plan(optimizer)
-    assert plan.layouts == inspected.layouts
+    assert plan.request.layouts == inspected.layouts
     assert plan.parts.nbytes == inspected.state_bytes
     engine.destroy(remove=True)
 
 
 def test_a_plan_counts_the_products() -> None:
-    layouts = _plan("Muon").layouts
+    layouts = _plan("Muon").request.layouts
     matrices = [s for layout in layouts for s in layout.segments if layout.is_matrix(s)]
     assert sum(s.numel for s in matrices if len(set(s.shape)) == 1) == 3 * 64 * 64
     by_hand = 0.0

@@ -441,7 +441,7 @@ def test_a_plan_has_the_bytes_of_the_run(name: str, tmp_path: Path) -> None:
     layouts = testing.inspect(engine).layouts
     engine.destroy(remove=True)
     plan = _plan(name)
-    assert [layout.packed_numel() for layout in plan.layouts] == [layout.packed_numel() for layout in layouts]
+    assert [layout.packed_numel() for layout in plan.request.layouts] == [layout.packed_numel() for layout in layouts]
     assert plan.nbytes_on_disk(State.PACKED) == 4 * sum(layout.packed_numel() for layout in layouts)
 
 

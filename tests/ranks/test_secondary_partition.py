@@ -249,7 +249,7 @@ def test_a_plan_counts_it() -> None:
         layouts = layouts_of(model, find_units(model), 4)
         return settle(layouts, content, Room(host=8 * GIB, device=8 * GIB, disk=None), world_size=4)
 
-    numel = sum(layout.numel for layout in planned(1).layouts)
+    numel = sum(layout.numel for layout in planned(1).request.layouts)
     without, kept = planned(1).placement, planned(NODE).placement
     assert kept.device_nbytes - without.device_nbytes == align_up(numel * 2 // NODE)
     assert kept.device_need.least - without.device_need.least == align_up(numel * 2 // NODE)

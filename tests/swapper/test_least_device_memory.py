@@ -131,8 +131,10 @@ class Run:
     def __init__(self, memory: Memory, device_nbytes: int, host_nbytes: int, chance: random.Random) -> None:
         cpu = Device(torch.device("cpu"))
         self.chance = chance
-        shares = [(layout.trainable(0, 1), layout.frozen(0, 1)) for layout in memory.layouts]
-        sizes = unit_sizes(memory.layouts, memory.placement, shares, memory.mode, memory.in_place_layouts)
+        shares = [(layout.trainable(0, 1), layout.frozen(0, 1)) for layout in memory.request.layouts]
+        sizes = unit_sizes(
+            memory.request.layouts, memory.placement, shares, memory.mode, memory.request.in_place_layouts
+        )
         self.pager = Pager(
             sizes,
             HostArena(HostBudget(0, host_nbytes, 0, 0), cpu),
@@ -142,7 +144,7 @@ class Run:
             Limits(),
         )
         self.modules: dict[str, list[int]] = {}
-        for index, layout in enumerate(memory.layouts):
+        for index, layout in enumerate(memory.request.layouts):
             self.modules.setdefault(layout.module, []).append(index)
 
     def use(self, units: Sequence[int]) -> None:
