@@ -389,7 +389,8 @@ class Rounds(Agreement):
         with self._timeline.span(Row.RANKS, self._reduce_titles[unit]), self.lock:
             position, last = self._callbacks.reduction_position(unit), self._callbacks.is_last_micro_batch()
             intents = self._await_all(Collective.REDUCE, unit, last, position)
-            self._serve(intents[self.ranks.rank], intents)
+            if self._callbacks.pending_unit() == unit:  # otherwise it was sent just now, with the sums of other ranks
+                self._serve(intents[self.ranks.rank], intents)
 
     def step(
         self, micro_batches: int, global_steps: int, settings: int, known: Callable[[], GradientStats]
@@ -483,6 +484,8 @@ class Rounds(Agreement):
     ) -> list[RankIntent]:
         """Serves other ranks until this rank's announcement is chosen, or until it is a USE and all uses are ready.
 
+        A REDUCE also ends when other ranks have reduced this rank's sum of the unit with theirs.
+
         For a USE, each round calls the function `ready`, which also returns the series. Returns the announcements of
         the last round.
         """
@@ -522,6 +525,8 @@ class Rounds(Agreement):
                     return intents
                 else:
                     self._serve(choice.next, intents)
+                    if kind is Collective.REDUCE and self._callbacks.pending_unit() != unit:
+                        return intents
 
     @contextlib.contextmanager
     def _question(self) -> Iterator[None]:
