@@ -426,6 +426,7 @@ def test_refused_and_nothing_is_harmed(name: str, tmp_path: Path) -> None:
     assert losses == run(job, DISK, tmp_path / "plain").losses
 
 
+@pytest.mark.cpu_only("torch makes no array of an accelerator's tensor")
 def test_arrays_and_state_dicts_are_copies_that_no_step_changes(tmp_path: Path) -> None:
     engine = start(GPT2, ("nvme", "nvme"), tmp_path)
     weight = engine.module.transformer.ln_f.weight
