@@ -9,6 +9,7 @@ import inspect
 import re
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from types import GenericAlias
 from typing import Any, get_args, get_origin, get_type_hints
 
 import typer
@@ -124,7 +125,7 @@ def _parameter(field: dataclasses.Field[Any], hint: Any, callback: Any) -> inspe
     declared = {**field.metadata, "callback": callback}
     default = ... if field.default is dataclasses.MISSING else field.default
     if get_origin(hint) is tuple:
-        hint, default = list[get_args(hint)[0]], default or None  # type: ignore[misc]
+        hint, default = GenericAlias(list, get_args(hint)[:1]), default or None
     if "parser" in declared:
         hint = str
     if "names" not in declared:

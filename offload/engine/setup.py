@@ -382,12 +382,13 @@ def _as_trained(plan: Plan, model: nn.Module) -> tuple[str, ...]:
             f"{gathers}; {reduced}"
         )
     limit = config.zero_optimization.reduce_bucket_size
-    largest = max(sum(segment.numel for segment in unit.segments if segment.trainable) for unit in plan.layouts)
-    if parts.reduction is not None and limit is not None and largest > limit:
-        lines.append(
-            f"ranks reduce the gradients of a unit together, as soon as they are complete: {largest} elements at most, "
-            f'more than reduce_bucket_size ({limit}); modules of "units" that are smaller lower it'
-        )
+    if parts.reduction is not None and limit is not None:
+        largest = max(sum(segment.numel for segment in unit.segments if segment.trainable) for unit in plan.layouts)
+        if largest > limit:
+            lines.append(
+                f"ranks reduce the gradients of a unit together, as soon as they are complete: {largest} elements at "
+                f'most, more than reduce_bucket_size ({limit}); name smaller modules in "units" to lower this'
+            )
     node = config.zero_optimization.zero_hpz_partition_size
     if parts.node.nbytes:
         lines.append(

@@ -119,11 +119,11 @@ def replay(
             "the run was trained without --log, so there is nothing to compare with: give its log by --log"
         )
     base = path.name.partition("@")[0]
-    found = read_log(Path(log))
-    logged = _logged(found, wanted)
-    begins = [step for step, _ in found.abouts]
+    run_log = read_log(Path(log))
+    logged = _logged(run_log, wanted)
+    begins = [step for step, _ in run_log.abouts]
     first = max((step for step in begins if step <= wanted[0]), default=0)
-    abouts = [about for step, about in found.abouts if first <= step <= wanted[-1]]
+    abouts = [about for step, about in run_log.abouts if first <= step <= wanted[-1]]
     ids = {about["run_id"] for about in abouts if isinstance(about.get("run_id"), str)}
     if run_id is not None and ids - {run_id}:
         raise UsageError(

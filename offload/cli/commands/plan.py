@@ -79,8 +79,8 @@ def plan(options: PlanOptions, json_output: Json = False) -> None:
         with _working("trying what could be changed") as show:
             # Each of these takes longer than the plan: it repeats the prediction for every change, way or order.
             whole = options.details or json_output
-            given = options.config is not None or options.batch_size is not None or options.accumulation is not None
-            advice, ways, orders = advise(planned, given or whole, best=not whole), [], []
+            has_batch = options.config is not None or options.batch_size is not None or options.accumulation is not None
+            advice, ways, orders = advise(planned, has_batch or whole, best=not whole), [], []
             if prices is not None:
                 # What was said of this machine comes before what is usual.
                 if options.price is not None:
@@ -247,8 +247,8 @@ def _complete(options: PlanOptions) -> PlanOptions:
 
 def _adapters(options: PlanOptions) -> Adapters | None:
     """Returns the adapters that the options ask for; None for a model that trains as a whole."""
-    given = (("nf4", options.load_in_4bit), ("int8", options.load_in_8bit))
-    forms: list[str | None] = [form for form, wanted in given if wanted]
+    formats = (("nf4", options.load_in_4bit), ("int8", options.load_in_8bit))
+    forms: list[str | None] = [form for form, wanted in formats if wanted]
     if len(forms) > 1 or (forms and (options.lora is None or options.config is not None)):
         raise ConfigError(
             '--load-in-4bit or --load-in-8bit goes with --lora; beside --config set "frozen" in the config'
