@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from offload.errors import ConfigError, OffloadError
+from offload.fileio import atomic_write
 from offload.model_io.folder import CONFIG, stored_tensors
 
 _HUB_NAME = re.compile(r"\w[\w.-]*/\w[\w.-]*")
@@ -134,7 +135,7 @@ def push(folder: Path, name: str, about: Mapping[str, Any], text: str) -> str:
 
     try:
         metadata = huggingface_hub.ModelCardData(**about).to_yaml()
-        (folder / "README.md").write_text(f"---\n{metadata}\n---\n\n{text}", encoding="utf-8")
+        atomic_write(folder / "README.md", f"---\n{metadata}\n---\n\n{text}")
         hub = huggingface_hub.HfApi(endpoint=os.environ.get("HF_ENDPOINT"))
         url = hub.create_repo(name, private=True, exist_ok=True)
         hub.upload_folder(repo_id=name, folder_path=folder, ignore_patterns=["checkpoint-*"])

@@ -536,7 +536,7 @@ POINTS: Mapping[str, Sequence[str]] = {
     "file.open_again": ("offload.aio.file:DirectFile._open_again",),
     "file.sync": ("offload.aio.file:DirectFile.sync",),
     "file.lock": ("offload.fileio.locked_dir:_flock",),
-    "file.write_new": ("offload.fileio:write_new",),
+    "file.write_new": ("offload.model_io.save:write_new",),
     "file.write_all": ("offload.fileio.safetensors_stream:write_all",),
     "folder.exchange": ("offload.checkpoint.directory:exchange", "offload.model_io.save:exchange"),
     "folder.arrive": ("offload.model_io.save:_arrive",),

@@ -28,7 +28,6 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from offload import fileio
 from offload.checkpoint.files import (
     LATEST,
     MANIFEST,
@@ -42,8 +41,18 @@ from offload.checkpoint.files import (
     read_text,
     wrong_files,
 )
-from offload.errors import IoError, OffloadError, StoreError
-from offload.fileio import DirLock, LockHeldError, holder_of, inner_folder, read_inner, replace_durably, sync_folder
+from offload.errors import StoreError
+from offload.fileio import (
+    DirLock,
+    LockHeldError,
+    holder_of,
+    inner_folder,
+    naming_errors,
+    read_inner,
+    replace_durably,
+    sync_folder,
+    write_new,
+)
 from offload.records import parse
 from offload.sizes import MIB
 from offload.swapper.store.folder import sync_names
@@ -305,30 +314,6 @@ def check_free(checkpoint: Path, latest: bool) -> None:
 
 
 # -- coming and going ---------------------------------------------------------------------------------
-
-
-@contextlib.contextmanager
-def naming_errors(path: Path, operation: str) -> Iterator[None]:
-    """Converts an `OSError` of the block into an `IoError` about `path` and `operation`.
-
-    Libraries in Rust, such as tokenizers, raise exceptions of their own for the errors of files.
-    """
-    try:
-        yield
-    except OffloadError:
-        raise
-    except OSError as error:
-        raise IoError(str(path), 0, 0, error.errno or errno.EIO, operation) from error
-    except Exception as error:
-        if (number := re.search(r"\(os error (\d+)\)", str(error))) is None:
-            raise
-        raise IoError(str(path), 0, 0, int(number[1]), operation) from error
-
-
-def write_new(path: Path, data: bytes) -> None:
-    """Writes and syncs a file that must not exist. Raises `IoError`."""
-    with naming_errors(path, "write"):
-        fileio.write_new(path, data)
 
 
 def make_folder(folder: Path) -> None:

@@ -31,7 +31,6 @@ from offload.checkpoint.directory import (
     make_folder,
     only_save,
     prune,
-    write_new,
 )
 from offload.checkpoint.files import (
     MANIFEST,
@@ -49,7 +48,7 @@ from offload.distributed.agreement import AllOrNothing
 from offload.distributed.world import World
 from offload.engine.shards import LocalShards
 from offload.errors import StoreError, UsageError
-from offload.fileio import sync_folder
+from offload.fileio import sync_folder, write_new
 from offload.fileio.buffered_copy import BUFFER_NBYTES, flow, flow_buffers
 from offload.fileio.safetensors_stream import SafetensorsWriter, Tensor
 from offload.sizes import MIB, format_size

@@ -16,6 +16,7 @@ from torch import nn
 
 from offload.engine.engine import ModelEngine
 from offload.errors import UsageError
+from offload.fileio import atomic_write
 from offload.metrics.flops import FlopCounter, Profile, weights_of
 from offload.sizes import format_count
 
@@ -109,7 +110,7 @@ class FlopsProfiler:
             f"{self.profile.table(module_depth, None if detailed else top_modules)}"
         )
         if output_file:
-            Path(output_file).write_text(f"{text}\n", encoding="utf-8")
+            atomic_write(Path(output_file), f"{text}\n", durable=False)
         else:
             print(text, flush=True)
 

@@ -113,6 +113,7 @@ class EngineCore(EngineCallbacks):
         self.accumulation = GradientAccumulation()
         self._missed_gradient_reported = False
         components = self.components = assemble(self)  # calls no callback: attributes set below do not exist yet
+        self.state.pass_schedule = components.schedule
         try:
             self.checkpoints = Checkpoints(module, components, self.state)
             self.optimizer_step = OptimizerStep(components, self.state, self.accumulation, module, optimizer)

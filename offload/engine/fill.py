@@ -16,7 +16,7 @@ from offload.aio.protocols import Future
 from offload.distributed.world import World
 from offload.engine.params import StorageForm
 from offload.engine.shards import LocalShards, ResidentShard
-from offload.errors import IoError
+from offload.fileio import naming_errors
 from offload.layout.flat_layout import ParameterSegment, UnitLayout
 from offload.layout.frozen import write_blocks
 from offload.layout.modes import Mode
@@ -279,13 +279,10 @@ def fill_tiers(
 def _in_file(like: torch.Tensor, folder: Path) -> torch.Tensor:
     """Returns memory of a file without a name, which the kernel writes to the drive and takes back as it needs."""
     nbytes = like.numel() * like.itemsize
-    try:
-        with tempfile.TemporaryFile(dir=folder) as file:
-            # A write to memory whose file has no room would end the process.
-            os.posix_fallocate(file.fileno(), 0, nbytes)
-            return torch.frombuffer(mmap.mmap(file.fileno(), nbytes), dtype=like.dtype).view(like.shape)
-    except OSError as error:
-        raise IoError(str(folder), 0, nbytes, error.errno or 0, "write") from error
+    with naming_errors(folder, "write", 0, nbytes), tempfile.TemporaryFile(dir=folder) as file:
+        # A write to memory whose file has no room would end the process.
+        os.posix_fallocate(file.fileno(), 0, nbytes)
+        return torch.frombuffer(mmap.mmap(file.fileno(), nbytes), dtype=like.dtype).view(like.shape)
 
 
 def _put(

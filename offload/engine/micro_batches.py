@@ -55,6 +55,11 @@ class PassSchedule(Extension):
 
     counts_backwards = True
     """True if the engine counts micro-batches by the user's backwards. False if a schedule runs the backwards."""
+    allows_turns: bool | None = None
+    """What the first step of the run has shown: whether micro-batches may take turns. None before.
+
+    Commits contain it, since turns decide in which order ranks add gradients.
+    """
 
     @property
     def name(self) -> Schedule:
@@ -92,6 +97,11 @@ class PassSchedule(Extension):
         A schedule that lets micro-batches take turns enters `turns`.
         """
         return [generators.run(number, work) for number, work in enumerate(works)]
+
+    def go_on(self, allows_turns: bool | None) -> list[str]:
+        """Receives what the first step of a resumed run has shown. Returns notices for the user."""
+        self.allows_turns = allows_turns
+        return []
 
     def ran_by_itself(self) -> None:
         """Receives that the user's loop has run one of several micro-batches of a step by itself."""

@@ -19,7 +19,7 @@ from offload.engine.saved_state import NO_ENTRIES, Entries
 from offload.errors import ConfigError, StoreError, UsageError
 from offload.fileio.plain_json import mark_floats, to_plain, unmark_floats
 from offload.layout.flat_layout import UnitLayout
-from offload.records import MOST, anything, expected, fields, maybe, parse, rows, table, text, whole
+from offload.records import MOST, anything, expected, fields, flag, maybe, parse, rows, table, text, whole
 
 DECOUPLED = "decoupled weight decay"
 """Name of the setting of each group that distinguishes AdamW from Adam."""
@@ -61,7 +61,7 @@ _FACTS_OF_STEP = fields(
         "configured": _OF_A_GROUP,
         "settings": fields({}, dict.fromkeys((*SIZES_OF_BATCH, SAMPLES_OF_STEP), whole(1))),
     },
-    {"members": rows(rows(text())), "options": rows(table(rows(anything, 1, 2)))},
+    {"members": rows(rows(text())), "options": rows(table(rows(anything, 1, 2))), "turns": flag},
 )
 """Checks the form of the facts. A matching checksum does not prove that the form is right."""
 _ADVICE = (
@@ -80,7 +80,8 @@ class Snapshot(NamedTuple):
     The keys are global_steps, skipped_steps, micro_steps, global_samples, parameter_steps (by unit), scheduler,
     loss_scale, registered, client_state, data (position of the loader), groups (their values), configured (the values
     of the groups at `initialize`), and settings. With several groups, the key members has the names of each group's
-    parameters. If other entries of the groups have changed, the key options has the changes (see `GroupOptions`).
+    parameters. If other entries of the groups have changed, the key options has the changes (see `GroupOptions`). If
+    micro-batches can take turns, the key turns says whether the first step allowed it (see `PassSchedule`).
     """
     generators: Mapping[str, torch.Tensor]
     """State of each random generator, as bytes."""

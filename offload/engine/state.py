@@ -20,6 +20,7 @@ from torch import nn
 
 from offload.config import Config, Fp16
 from offload.engine.data import Loader
+from offload.engine.micro_batches import PassSchedule
 from offload.engine.optimizer import GroupOptions, Optimizer, merge_values
 from offload.engine.saved_state import ModuleEntries
 from offload.engine.snapshot import (
@@ -548,6 +549,8 @@ class TrainingState:
         """Number of updates of each parameter, by unit."""
         self.client_state: dict[str, Any] = {}
         self.registered = RegisteredObjects()
+        self.pass_schedule = PassSchedule()
+        """The order of micro-batches. The engine, which builds its schedule later, sets it."""
         self._generators: Mapping[str, torch.Tensor] | None = None
         """States of the generators to restore at the next engine call."""
         self._before_next: Mapping[str, torch.Tensor] | None = None
@@ -602,6 +605,8 @@ class TrainingState:
         changes = self._options.changes() if self._due is None else self._due.get("options", ())
         if any(changes):
             facts["options"] = changes
+        if self.pass_schedule.allows_turns is not None:
+            facts["turns"] = self.pass_schedule.allows_turns
         generators = read_generators(self.device)
         before = self._at_end if self.loader is None else self.loader.before_next
         if before is not None:
@@ -667,6 +672,7 @@ class TrainingState:
         # Parameters of the same schedule have changed: its state is restored, then the new parameters apply to it.
         self._schedule_changed = same_schedule and changed.of_schedule
         notices += self._restore_schedule(facts["scheduler"]) if same_schedule else ()
+        notices += self.pass_schedule.go_on(facts.get("turns"))
         # The first commit precedes every registration, so a run resumed from it may register any number of objects.
         more = self.registered.restore(facts["registered"], may_grow=not self.global_steps)
         if more:

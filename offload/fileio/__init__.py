@@ -5,6 +5,7 @@ from __future__ import annotations
 from offload.fileio.atomic_write import (
     atomic_write,
     keep_mode_and_owner,
+    naming_errors,
     replace_durably,
     sync_folder,
     write_all,
@@ -39,6 +40,7 @@ __all__ = [
     "inner_status",
     "keep_mode_and_owner",
     "lock_folder",
+    "naming_errors",
     "open_inner",
     "own_cache_folder",
     "read_cache",

@@ -5,11 +5,31 @@ from __future__ import annotations
 import contextlib
 import errno
 import os
+import re
 import stat
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 from offload.aio.unanswered import sync
+from offload.errors import IoError, OffloadError
+
+
+@contextlib.contextmanager
+def naming_errors(path: Path, operation: str, offset: int = 0, nbytes: int = 0) -> Iterator[None]:
+    """Converts an `OSError` of the block into an `IoError` about `path`: errors of writes name no file.
+
+    Libraries in Rust, such as tokenizers, raise exceptions of their own for the errors of files.
+    """
+    try:
+        yield
+    except OffloadError:
+        raise
+    except OSError as error:
+        raise IoError(str(path), offset, nbytes, error.errno or errno.EIO, operation) from error
+    except Exception as error:
+        if (number := re.search(r"\(os error (\d+)\)", str(error))) is None:
+            raise
+        raise IoError(str(path), offset, nbytes, int(number[1]), operation) from error
 
 
 def atomic_write(path: Path, text: str | Iterable[str], *, durable: bool = True) -> None:
@@ -24,9 +44,13 @@ def atomic_write(path: Path, text: str | Iterable[str], *, durable: bool = True)
         durable: True if the file must survive a power cut after the return; costs two syncs.
 
     Raises:
-        OSError: If the file cannot be written. The old file is then unchanged, and nothing is left beside it.
+        IoError: If the file cannot be written. The old file is then unchanged, and nothing is left beside it.
     """
-    pieces = (text,) if isinstance(text, str) else text
+    with naming_errors(path, "write"):
+        _replace(path, (text,) if isinstance(text, str) else text, durable)
+
+
+def _replace(path: Path, pieces: Iterable[str], durable: bool) -> None:
     if path.exists() and not path.is_file():
         with path.open("w", encoding="utf-8", newline="") as file:
             file.writelines(pieces)
@@ -76,17 +100,18 @@ def write_new(path: Path, data: bytes) -> None:
     The name of the file is durable only after `sync_folder` of its folder. After an error nothing is left.
 
     Raises:
-        OSError: If the file cannot be written; `FileExistsError` if the name is taken.
+        IoError: If the file cannot be written, or the name is taken.
     """
-    descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC | os.O_NOFOLLOW, 0o666)
-    try:
-        write_all(descriptor, 0, data)
-        sync(descriptor, path)
-    except BaseException:
-        path.unlink(missing_ok=True)
-        raise
-    finally:
-        os.close(descriptor)
+    with naming_errors(path, "write"):
+        descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC | os.O_NOFOLLOW, 0o666)
+        try:
+            write_all(descriptor, 0, data)
+            sync(descriptor, path)
+        except BaseException:
+            path.unlink(missing_ok=True)
+            raise
+        finally:
+            os.close(descriptor)
 
 
 def write_all(descriptor: int, offset: int, data: memoryview | bytes) -> None:

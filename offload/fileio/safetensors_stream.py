@@ -6,7 +6,6 @@ tensors one after the other. The safetensors library only writes complete tensor
 
 from __future__ import annotations
 
-import errno
 import json
 import math
 import os
@@ -18,8 +17,8 @@ from typing import Any, BinaryIO, NamedTuple
 import torch
 
 from offload.aio.unanswered import sync
-from offload.errors import IoError, StoreError
-from offload.fileio.atomic_write import write_all
+from offload.errors import StoreError
+from offload.fileio.atomic_write import naming_errors, write_all
 from offload.fileio.inner_files import open_regular
 from offload.sizes import MIB, PAGE, align_up
 
@@ -204,35 +203,27 @@ class SafetensorsWriter:
         self.nbytes = max((p.offset + p.tensor.nbytes for p in self.places.values()), default=len(head))
         # O_EXCL and O_NOFOLLOW: a file of another writer is never touched, not even through a link.
         flags = os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC | os.O_NOFOLLOW
-        try:
+        with naming_errors(path, "make", 0, self.nbytes):
             self._descriptor = os.open(path, flags, 0o666)
-        except OSError as error:
-            raise IoError(str(path), 0, self.nbytes, error.errno or errno.EIO, "make") from error
-        try:
-            # The file has its full size from the start, so chunks can be written in any order.
-            os.ftruncate(self._descriptor, self.nbytes)
-            # A full disk is noticed now and not in the middle of the writing.
-            if reserved:
-                os.posix_fallocate(self._descriptor, 0, self.nbytes)
-            self._put(0, head)
-        except BaseException as error:
-            # The caller has no object to close, so nothing may be left.
-            self._drop()
-            path.unlink(missing_ok=True)
-            if isinstance(error, OSError) and not isinstance(error, IoError):
-                raise IoError(str(path), 0, self.nbytes, error.errno or errno.EIO, "make") from error
-            raise
+            try:
+                # The file has its full size from the start, so chunks can be written in any order.
+                os.ftruncate(self._descriptor, self.nbytes)
+                # A full disk is noticed now and not in the middle of the writing.
+                if reserved:
+                    os.posix_fallocate(self._descriptor, 0, self.nbytes)
+                self._put(0, head)
+            except BaseException:
+                # The caller has no object to close, so nothing may be left.
+                self._drop()
+                path.unlink(missing_ok=True)
+                raise
 
     def reserve(self, name: str) -> None:
         """Allocates the disk space of a tensor, in a file that was not `reserved`."""
         place = self.places[name]
-        try:
+        with naming_errors(self._path, "reserve", place.offset, place.tensor.nbytes):
             # `posix_fallocate` refuses a length of zero, which an empty tensor has.
             os.posix_fallocate(self._descriptor, place.offset, max(place.tensor.nbytes, 1))
-        except OSError as error:
-            raise IoError(
-                str(self._path), place.offset, place.tensor.nbytes, error.errno or errno.EIO, "reserve"
-            ) from error
 
     def write(self, name: str, start: int, data: memoryview | bytes) -> None:
         """Writes bytes of the tensor `name`, from its byte `start` on."""
@@ -256,18 +247,15 @@ class SafetensorsWriter:
         if self._descriptor < 0:
             return
         try:
-            sync(self._descriptor, self._path)
-        except OSError as error:
             # A failed sync means that written bytes may be lost; the caller must discard the file.
-            raise IoError(str(self._path), 0, 0, error.errno or errno.EIO, "sync") from error
+            with naming_errors(self._path, "sync"):
+                sync(self._descriptor, self._path)
         finally:
             self._drop()
 
     def _put(self, offset: int, data: memoryview | bytes) -> None:
-        try:
+        with naming_errors(self._path, "write", offset, len(data)):
             write_all(self._descriptor, offset, data)
-        except OSError as error:
-            raise IoError(str(self._path), offset, len(data), error.errno or errno.EIO, "write") from error
 
     def _drop(self) -> None:
         if self._descriptor >= 0:

@@ -16,7 +16,6 @@ file, and cannot read the metadata of torch.distributed.checkpoint.
 
 from __future__ import annotations
 
-import errno
 import io
 import math
 import pickle
@@ -34,7 +33,8 @@ from typing import Any, BinaryIO, NamedTuple
 import torch
 
 from offload.aio.unanswered import sync
-from offload.errors import IoError, StoreError
+from offload.errors import StoreError
+from offload.fileio.atomic_write import naming_errors
 from offload.fileio.inner_files import open_regular
 from offload.fileio.safetensors_stream import Tensor
 from offload.sizes import GIB, MIB
@@ -635,7 +635,7 @@ class TorchFileWriter:
         self.tensors = pickler.tensors
         """Tensors of the content, in the order of the file."""
         self._path, self._next = path, 0
-        with self._naming_errors():
+        with naming_errors(self._path, "write"):
             self._file = path.open("xb")
             self._zip = zipfile.ZipFile(self._file, "w", zipfile.ZIP_STORED)
             self._record: Any = None
@@ -643,7 +643,7 @@ class TorchFileWriter:
                 self._zip.writestr(f"{_ROOT}/{name}", value)
 
     def begin(self) -> None:
-        with self._naming_errors():
+        with naming_errors(self._path, "write"):
             self._end()
             info = zipfile.ZipInfo(f"{_ROOT}/data/{self._next}")
             # The size is not known to the archive before the end, and may exceed 4 GiB.
@@ -652,12 +652,12 @@ class TorchFileWriter:
 
     def write(self, data: memoryview | bytes) -> None:
         """Writes the next bytes of the tensor that `begin` has begun."""
-        with self._naming_errors():
+        with naming_errors(self._path, "write"):
             self._record.write(data)
 
     def close(self) -> None:
         """Makes the file durable and closes it."""
-        with self._naming_errors():
+        with naming_errors(self._path, "write"):
             self._end()
             self._zip.close()
             self._file.flush()
@@ -668,13 +668,6 @@ class TorchFileWriter:
         if self._record is not None:
             self._record.close()
             self._record = None
-
-    @contextmanager
-    def _naming_errors(self) -> Iterator[None]:
-        try:
-            yield
-        except OSError as error:
-            raise IoError(str(self._path), 0, 0, error.errno or errno.EIO, "write") from error
 
 
 def write_torch_file(path: Path, content: Any) -> None:

@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 
 import torch
 
+from offload.checkpoint.directory import make_folder
 from offload.engine.engine import Engine, IoBytes
 from offload.fileio import atomic_write
 from offload.finetune.corpus.token_stream import EvaluationReport
@@ -194,7 +195,7 @@ def _saved(job: Job) -> SavedModel:
     folder = job.output / f"checkpoint-{job.engine.global_steps}"
     # The mark is written before the first checkpoint: a job that is killed and starts again recognizes its own folder.
     if job.engine.global_rank == 0:
-        job.output.mkdir(parents=True, exist_ok=True)
+        make_folder(job.output)
         atomic_write(job.output / MARK, json.dumps(job.identity._asdict()))
     job.engine.save_pretrained(folder, tokenizer=job.tokenizer)
     return SavedModel(job.engine.global_steps, folder)

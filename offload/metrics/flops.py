@@ -26,6 +26,7 @@ from torch import nn
 from torch.utils.flop_counter import flop_registry
 
 from offload.config.blocks import FlopsProfiler
+from offload.fileio import atomic_write
 from offload.hardware.gpus import peak_products
 from offload.hardware.probe import kept
 from offload.layout.units import is_compiled
@@ -303,6 +304,6 @@ class StepProfiler:
             show(text, logger)
             return
         try:
-            Path(block.output_file).write_text(f"{text}\n", encoding="utf-8")
+            atomic_write(Path(block.output_file), f"{text}\n", durable=False)
         except OSError as error:
             logger.warning("the table of operations could not be written to %s: %s", block.output_file, error)

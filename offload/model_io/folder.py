@@ -15,7 +15,8 @@ from typing import Any, BinaryIO, NamedTuple, cast
 
 import torch
 
-from offload.errors import ConfigError, IoError, StoreError
+from offload.errors import ConfigError, StoreError
+from offload.fileio.atomic_write import naming_errors
 from offload.fileio.cache_file import Stamp
 from offload.fileio.inner_files import open_regular, read_bounded
 from offload.fileio.safetensors_stream import Tensor, TensorLocation, read_header, unrepeated
@@ -87,11 +88,9 @@ class Stored(NamedTuple):
 
     def _open(self) -> BinaryIO:
         """Opens the file and checks that it is unchanged."""
-        try:
+        with naming_errors(self.path, "open"):
             # Opened anew for each tensor, so that no file stays open between tensors and each read checks the stamp.
             file = open_regular(self.path)
-        except OSError as error:
-            raise IoError(str(self.path), 0, 0, error.errno or errno.EIO, "open") from error
         if Stamp.of(os.fstat(file.fileno())) != self.stamp:
             file.close()
             raise StoreError(
@@ -101,15 +100,13 @@ class Stored(NamedTuple):
 
     def _fill(self, descriptor: int, offset: int, part: memoryview) -> None:
         done = 0
-        try:
+        with naming_errors(self.path, "read", offset, len(part)):
             while done < len(part):
                 count = os.preadv(descriptor, [part[done:]], offset + done)
                 # The file ends here: it was truncated after its header was read.
                 if not count:
                     raise OSError(errno.ENODATA, os.strerror(errno.ENODATA))
                 done += count
-        except OSError as error:
-            raise IoError(str(self.path), offset, len(part), error.errno or errno.EIO, "read") from error
 
 
 class StoredRun(NamedTuple):
@@ -159,11 +156,9 @@ def stored_tensors(folder: Path) -> dict[str, Stored]:
 
 
 def _of_file(path: Path) -> dict[str, Stored]:
-    try:
+    with naming_errors(path, "look at"):
         # Taken before the header is read, so that the first read of a tensor notices a change since.
         stamp = Stamp.of(path.stat())
-    except OSError as error:
-        raise IoError(str(path), 0, 0, error.errno or errno.EIO, "look at") from error
     places = _of_pickle(path) if path.suffix == ".bin" else read_header(path)[0]
     return {name: Stored(name, path, place, stamp) for name, place in places.items()}
 

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import contextlib
 import copy
-import errno
 import json
 import logging
 import math
@@ -27,7 +26,7 @@ from torch import nn
 
 from offload.aio import DirectFile, aligned_empty
 from offload.aio.protocols import Future, Pending, Queue, wait_for_all
-from offload.checkpoint.directory import LOCK, exchange, make_folder, naming_errors, only_save, write_new
+from offload.checkpoint.directory import LOCK, exchange, make_folder, only_save
 from offload.checkpoint.files import check_folder
 from offload.checkpoint.save import own_or_shared
 from offload.config.blocks import short_dtype
@@ -35,8 +34,8 @@ from offload.distributed.agreement import AllOrNothing, Collective
 from offload.engine.components import EngineComponents, together
 from offload.engine.saved_state import SavedPart
 from offload.engine.snapshot import all_persistent_buffers, persistent_buffers
-from offload.errors import BudgetError, ConfigError, IoError, StoreError, UsageError
-from offload.fileio import inner_folder, keep_mode_and_owner, real_path, sync_folder
+from offload.errors import BudgetError, ConfigError, StoreError, UsageError
+from offload.fileio import inner_folder, keep_mode_and_owner, naming_errors, real_path, sync_folder, write_new
 from offload.fileio.buffered_copy import WriteBehind, flow, parts_of
 from offload.fileio.safetensors_stream import SafetensorsWriter, Tensor, shard
 from offload.fileio.safetensors_stream import plan as plan_file
@@ -215,10 +214,8 @@ def _move_in(partial: Path, out: Path, whole: bool) -> None:
 def copy_tokenizer(folder: Path, out: Path) -> None:
     """Copies the files of a tokenizer; `out` must not contain them. Raises `IoError`."""
     for name in tokenizer_files(folder):
-        try:
+        with naming_errors(out / name, "write"):
             shutil.copyfile(folder / name, out / name)
-        except OSError as error:
-            raise IoError(str(out / name), 0, 0, error.errno or errno.EIO, "write") from error
 
 
 def tokenizer_files(folder: Path) -> list[str]:

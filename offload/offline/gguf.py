@@ -20,9 +20,8 @@ from typing import Any, NamedTuple
 import torch
 
 from offload.aio.unanswered import sync
-from offload.checkpoint.directory import naming_errors
 from offload.errors import ConfigError, StoreError
-from offload.fileio.atomic_write import replace_durably
+from offload.fileio import naming_errors, replace_durably
 from offload.finetune.model import read_tokenizer
 from offload.model_io.deferred import origin_of
 from offload.model_io.folder import Stored

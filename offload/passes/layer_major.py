@@ -19,7 +19,9 @@ In the first step the modules are watched during the first micro-batch's forward
 that keeps values on its modules between blocks (`ModuleState`) must not let micro-batches take turns. If the first
 forward leaves values, it may have made them for good, as a cache: then all micro-batches of this step pass one after
 the other, and the second one's forward decides. A model with forward hooks of the user also stays with that order,
-unless the config asks for turns by name.
+unless the config asks for turns by name. Commits contain what the first step has shown. If the config asks by name, the
+first step of a resumed run takes turns as the unbroken run would have, since ranks add gradients in another order
+without turns.
 
 Where no weight can leave the device to make room, all micro-batches of the first step pass one after the other too: the
 step shows whether the activations of all of them fit.
@@ -505,6 +507,17 @@ class LayerMajor(PassSchedule):
             self._full = True
             announce(Remark(f"micro-batches pass through the model one after the other: {choice.reason}"))
 
+    def go_on(self, allows_turns: bool | None) -> list[str]:
+        """Keeps the order of the run if the config asks for turns by name: "auto" has the same bits in either order."""
+        super().go_on(allows_turns)
+        if not self._wanted or self._watched or allows_turns is not False:
+            return []
+        self._shared_value = "a value"
+        return [
+            "micro-batches pass through the model one after the other, as in this run so far: its first step has found "
+            "a value that the model keeps on a module between two blocks. A new run looks again"
+        ]
+
     def ran_by_itself(self) -> None:
         """Tells the user once of `accumulate` and `train_batch`, if nothing has called them yet."""
         if self._line is not None and self.possible and not self._watched:
@@ -514,7 +527,11 @@ class LayerMajor(PassSchedule):
     def _watch(self, generators: MicroBatchGenerators) -> None:
         """Finds out whether the model keeps values between blocks: runs a forward, or all micro-batches one by one."""
         waiting = list(self._waiting)
-        if self._kept_in_forward(0, waiting[0], generators) is not None or self._room is not None:
+        kept = self._kept_in_forward(0, waiting[0], generators)
+        if self._wanted and self.allows_turns:
+            if kept is not None and len(waiting) > 1:
+                self._mind_change(self._kept_in_forward(1, waiting[1], generators))
+        elif kept is not None or self._room is not None:
             self._one_by_one = True
             for number, micro_batch in enumerate(waiting):
                 if number == 1:
@@ -522,10 +539,20 @@ class LayerMajor(PassSchedule):
                 while not micro_batch.ended:
                     self._resume(number, micro_batch, generators)
         self._watched = True
+        self.allows_turns = self._shared_value is None
         if self._shared_value is not None:
             announce(
                 f"micro-batches pass through the model one after the other: it keeps {self._shared_value} on a module "
                 "between two blocks, where another micro-batch would find it"
+            )
+
+    def _mind_change(self, kept: str | None) -> None:
+        """Reports a value between two blocks where the first step of the run has found none, before this process."""
+        if kept is not None:
+            announce(
+                f"the model keeps {kept} on a module between two blocks, where another micro-batch finds it. The first "
+                'step of this run found no such value, so micro-batches take turns as before: set "schedule" to '
+                '"micro_batch_major" if a block reads it'
             )
 
     def _kept_in_forward(

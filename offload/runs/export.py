@@ -14,12 +14,10 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from offload.aio.protocols import Queue
-from offload.checkpoint.directory import naming_errors
 from offload.checkpoint.files import read_manifest
 from offload.checkpoint.load import CheckpointSource
 from offload.errors import StoreError
-from offload.fileio import real_path
-from offload.fileio.atomic_write import atomic_write
+from offload.fileio import atomic_write, naming_errors, real_path
 from offload.layout.modes import dtype_name
 from offload.model_io.base_files import as_metadata
 from offload.model_io.folder import CONFIG

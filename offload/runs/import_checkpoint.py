@@ -18,7 +18,7 @@ import torch
 
 from offload.aio import DirectFile, crc32c, crc32c_joined
 from offload.aio.protocols import Future, Pending, Queue
-from offload.checkpoint.directory import begin_folder, drop_partial, end_folder, make_folder, only_save, write_new
+from offload.checkpoint.directory import begin_folder, drop_partial, end_folder, make_folder, only_save
 from offload.checkpoint.files import (
     MANIFEST,
     Saved,
@@ -34,7 +34,7 @@ from offload.checkpoint.foreign import ForeignCheckpoint, is_foreign, look_forei
 from offload.checkpoint.load import EVERYTHING
 from offload.checkpoint.resharding import Run, SavedElement
 from offload.errors import StoreError
-from offload.fileio import real_path
+from offload.fileio import real_path, write_new
 from offload.fileio.buffered_copy import BUFFER_NBYTES, flow, flow_buffers
 from offload.fileio.safetensors_stream import SafetensorsWriter, Tensor
 from offload.model_io.save import check_room

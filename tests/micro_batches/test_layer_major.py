@@ -97,6 +97,50 @@ def test_one_forward_shows_that_micro_batches_may_take_turns(caches: bool, tmp_p
     assert orders == [one_by_one if caches else behind_one, turns]
 
 
+class Keeping(nn.Linear):
+    """A block that stores a value in each forward while `keeps` is true."""
+
+    keeps = False
+
+    def __init__(self) -> None:
+        super().__init__(8, 8)
+        self.seen = 0
+
+    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+        if Keeping.keeps:
+            self.seen += 1
+        return super().forward(hidden)
+
+
+@pytest.mark.parametrize("kept", [True, False])
+def test_a_resumed_run_keeps_its_order_and_says_so(
+    kept: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The first step of a run decides its order, since ranks add gradients by it."""
+    job = Job(
+        lambda: nn.Sequential(Keeping(), Keeping()),
+        lambda model, step, micro: model(torch.ones(2, 8)).sum(),
+        accumulation=3,
+    )
+    orders = []
+    for life in range(3):
+        monkeypatch.setattr(Keeping, "keeps", kept if life < 1 else not kept)
+        engine = start(job, ("nvme", "nvme"), tmp_path, schedule="layer_major", resume="auto", durability="step")
+        orders.append(engine.schedule)
+        if life != 1:  # a life without a step forgets nothing
+            accumulated_step(engine, job, engine.global_steps)
+            orders.append(engine.schedule)
+        engine.destroy()
+    if kept:
+        assert orders == [LAYER_MAJOR, *[MICRO_BATCH_MAJOR] * 4]
+        assert "as in this run so far: its first step has found a value that the model keeps" in caplog.text
+    else:
+        assert orders == [LAYER_MAJOR] * 5
+        assert (
+            "the model keeps 0.seen on a module between two blocks, where another micro-batch finds it." in caplog.text
+        )
+
+
 def loss_from_the_second_step_on(model: nn.Module, step: int, micro: int) -> torch.Tensor:
     """Returns a loss whose gradients are zero in the first step, which runs one micro-batch after the other."""
     return language_rows_loss(model, step, micro) * min(step, 1)

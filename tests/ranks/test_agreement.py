@@ -478,11 +478,12 @@ def asking_loss(model: Any, step: int, micro: int) -> torch.Tensor:
         return branching_loss(model, step, micro)
 
 
-def in_lives(job: Job, lives: tuple[int, ...], folder: Path, room: str = ROOM) -> Result:
+def in_lives(job: Job, lives: tuple[int, ...], folder: Path, room: str = ROOM, schedule: str = "auto") -> Result:
     """Trains up to each number of steps of `lives`, by an engine that resumes what the one before has committed."""
     losses, norms, weights = [], [], {}
     for steps in lives:
-        engine = start(job, DISK, folder, device_memory=room, resume="auto", durability="step")
+        options = {"device_memory": room, "schedule": schedule}
+        engine = start(job, DISK, folder, resume="auto", durability="step", **options)
         while engine.global_steps < steps:
             losses.append(accumulated_step(engine, job, engine.global_steps))
             norms.append(engine.get_global_grad_norm() or 0.0)
@@ -526,6 +527,29 @@ def test_a_rank_that_leaves_the_path_adds_up_the_same_in_each_life(name: str, ra
 def test_three_ranks_that_leave_the_path_add_up_the_same_in_each_life(name: str, tmp_path: Path) -> None:
     with pool(3) as three:
         same_in_all_lives(LEAVING[name], three, tmp_path)
+
+
+class Caching(Branching):
+    """A model whose first forward in a process stores a value."""
+
+    scale: float | None = None
+
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        if self.scale is None:
+            self.scale = 1.0
+        return super().forward(ids) * self.scale
+
+
+@pytest.mark.parametrize("stage", [2, 3])
+def test_a_resumed_step_takes_turns_though_its_first_forward_stores_a_value(
+    stage: int, ranks: RankPool, tmp_path: Path
+) -> None:
+    """The first step of the run has shown that the value is harmless; without turns ranks add in another order."""
+    job = Job(Caching, rows_loss, stage=stage, steps=4, accumulation=3)
+    unbroken = ranks.run(in_lives, job, (4,), tmp_path / "unbroken", ROOM, "layer_major")
+    resumed = ranks.run(in_lives, job, (2, 4), tmp_path / "resumed", ROOM, "layer_major")
+    for expected, result in zip(unbroken, resumed, strict=True):
+        assert_same(expected, result)
 
 
 def in_order(job: Job, folder: Path, schedule: str) -> tuple[bool, Result]:

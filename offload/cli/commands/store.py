@@ -14,7 +14,7 @@ import typer
 from offload.cli.console import BAD_INPUT, FAILED, Json, echo, errors, make_console
 from offload.cli.signals import signals
 from offload.errors import ConfigError, StoreError, UsageError
-from offload.fileio import real_path
+from offload.fileio import atomic_write, real_path
 from offload.notices import shell_command
 from offload.options import dtypes
 from offload.sizes import count_of, format_size, parse_size
@@ -435,7 +435,7 @@ def replay(
                 say=lambda line: echo(line, err=True),
             )
         if certificate is not None:
-            certificate.write_text(json.dumps(found, indent=2) + "\n")
+            atomic_write(certificate, json.dumps(found, indent=2) + "\n")
     if json_output:
         print(json.dumps(found))
     else:

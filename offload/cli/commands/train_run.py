@@ -29,6 +29,7 @@ from rich.text import Text
 from offload.cli.console import BAD_INPUT, FAILED, code_of, make_table
 from offload.cli.signals import AT_ONCE, ENDING, exit_on_signal, handlers, in_finalizer
 from offload.errors import ConfigError, IoError, OffloadError, is_damage, naming_memory, printable
+from offload.fileio import atomic_write
 from offload.fileio.jsonl import hold_log, json_line
 from offload.finetune.options import Options, in_options
 from offload.interrupts import exit_on_next_signal, signal_later
@@ -558,9 +559,8 @@ class Training:
             if options.lora is not None:
                 # By this name, whoever fetches the adapter finds its base model.
                 config = job.output / "adapter_config.json"
-                config.write_text(
-                    json.dumps(json.loads(config.read_text()) | {"base_model_name_or_path": options.model}, indent=2)
-                )
+                content = json.loads(config.read_text()) | {"base_model_name_or_path": options.model}
+                atomic_write(config, json.dumps(content, indent=2))
         files = ", ".join(path.name for path in options.data or options.text)
         card = {
             "base model": Path(options.model).name if "base_model" not in about else options.model,

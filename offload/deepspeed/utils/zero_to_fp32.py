@@ -20,6 +20,7 @@ from torch import nn
 
 from offload.aio import IoQueue
 from offload.errors import OffloadError, StoreError
+from offload.fileio import atomic_write
 from offload.fileio.safetensors_stream import Tensor, shard
 from offload.model_io.save import ExportPlan, make_plan, shard_size, stream
 from offload.model_io.source import Source
@@ -175,7 +176,7 @@ def _pickle(state: dict[str, torch.Tensor], out: Path, limit: int) -> None:
         names = [f"pytorch_model-{number + 1:05d}-of-{len(cut):05d}.bin" for number in range(len(cut))]
         files = {key: name for name, tensors in zip(names, cut, strict=True) for key in tensors}
         index = {"weight_map": files}
-        (out / "pytorch_model.bin.index.json").write_text(json.dumps(index, indent=2) + "\n", encoding="utf-8")
+        atomic_write(out / "pytorch_model.bin.index.json", json.dumps(index, indent=2) + "\n")
     for name, tensors in zip(names, cut or [{}], strict=True):
         # Each tensor is copied, since a view would be saved with the memory of all tensors.
         torch.save({key: state[key].clone() for key in tensors}, out / name)

@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any, Literal, Protocol
 
 from offload.aio.unanswered import aloud, sync
-from offload.errors import IoError, StoreError
+from offload.errors import StoreError
 from offload.fileio import (
     DirLock,
     LockHeldError,
@@ -27,6 +27,7 @@ from offload.fileio import (
     inner_opener,
     inner_status,
     lock_folder,
+    naming_errors,
     open_inner,
     read_inner,
     real_path,
@@ -329,7 +330,7 @@ def cut_short(path: Path, nbytes: int) -> None:
     """Shortens a file to `nbytes`, if it is longer. Raises `IoError`."""
     descriptor = _open_for_writing(path)
     try:
-        with _named(path, "cut"):
+        with naming_errors(path, "cut"):
             if os.fstat(descriptor).st_size > nbytes:
                 os.ftruncate(descriptor, nbytes)
     finally:
@@ -360,13 +361,13 @@ def writing_in_place(path: Path) -> Iterator[Callable[[bytes | memoryview, int],
     def write(data: bytes | memoryview, offset: int) -> None:
         nonlocal last
         last = (offset, len(data))
-        with _named(path, "write", *last):
+        with naming_errors(path, "write", *last):
             write_all(descriptor, offset, data)
 
     try:
         yield write
         # Synced by the descriptor that wrote: the system may not report an earlier write error to another descriptor.
-        with _named(path, "write", *last):
+        with naming_errors(path, "write", *last):
             sync(descriptor, path)
     finally:
         os.close(descriptor)
@@ -375,18 +376,9 @@ def writing_in_place(path: Path) -> Iterator[Callable[[bytes | memoryview, int],
         sync_folder(path.parent)
 
 
-@contextlib.contextmanager
-def _named(path: Path, operation: str, offset: int = 0, nbytes: int = 0) -> Iterator[None]:
-    """Turns an `OSError` of the body into an `IoError` that names the file and the operation."""
-    try:
-        yield
-    except OSError as error:
-        raise IoError(str(path), offset, nbytes, error.errno or errno.EIO, operation) from error
-
-
 def _open_for_writing(path: Path) -> int:
     """Returns the descriptor of a file that is created if it does not exist. Raises `IoError`, also for a link."""
-    with _named(path, "open"):
+    with naming_errors(path, "open"):
         return open_inner(path, _depth(path), os.O_WRONLY | os.O_CREAT, ours=True)
 
 
@@ -398,7 +390,7 @@ def overwrite(path: Path, data: bytes) -> None:
     """
     descriptor = _open_for_writing(path)
     try:
-        with _named(path, "write", 0, len(data)):
+        with naming_errors(path, "write", 0, len(data)):
             write_all(descriptor, 0, data)
     finally:
         os.close(descriptor)
@@ -411,7 +403,7 @@ def reserve(path: Path, nbytes: int) -> None:
     """
     descriptor = _open_for_writing(path)
     try:
-        with _named(path, "reserve", 0, nbytes), aloud(lambda: f"reservation of {nbytes} bytes for {path}"):
+        with naming_errors(path, "reserve", 0, nbytes), aloud(lambda: f"reservation of {nbytes} bytes for {path}"):
             os.posix_fallocate(descriptor, 0, nbytes)
             os.fsync(descriptor)
     finally:
@@ -488,7 +480,7 @@ def copy_range(source: int, start: int, nbytes: int, destination: int, offset: i
     """Copies bytes of `source` into the file at `path`, open as `destination`, within the kernel. Raises `IoError`."""
     done = 0
     while done < nbytes:
-        with _named(path, "copy", offset + done, nbytes - done):
+        with naming_errors(path, "copy", offset + done, nbytes - done):
             count = os.copy_file_range(source, destination, nbytes - done, start + done, offset + done)
             if not count:
                 raise OSError(errno.ENODATA, "the file that is copied is cut short")
