@@ -33,7 +33,7 @@ from tests.support.oracle import processes
 from tests.support.ranks.rank_pool import free_port
 
 PATIENCE = 240
-"""Seconds without a line of any rank, after which a life waits for ever."""
+"""Seconds without a line of any rank, after which a life waits for ever. Waits for a processor do not count."""
 
 Line = list[Any]
 
@@ -86,14 +86,16 @@ def _live(plan: Plan, number: int, folder: Path) -> Life:
             each.start()
     _wait(lives, logs)
     statuses = [_status(each) for each in lives]
-    for each in lives:
-        if _status(each) is None:
-            with contextlib.suppress(ProcessLookupError):
-                os.kill(each.pid or 0, signal.SIGUSR1)  # it writes down where its threads are
-            time.sleep(1)
-            each.kill()
-            connection.wait([each.sentinel])
-            _status(each)
+    waiting = [each for each in lives if _status(each) is None]
+    for each in waiting:
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(each.pid or 0, signal.SIGUSR1)  # it writes down where its threads are
+    if waiting:
+        time.sleep(2)  # all of them, before the end of one changes what the others do
+    for each in waiting:
+        each.kill()
+        connection.wait([each.sentinel])
+        _status(each)
     return Life(tuple(statuses), tuple(_read(log, start) for log, start in zip(logs, seen, strict=True)))
 
 
@@ -106,14 +108,23 @@ def _status(life: Any) -> int | None:
 
 def _wait(lives: Sequence[Any], logs: Sequence[Path]) -> None:
     """Waits until all processes have ended, or have written nothing for `PATIENCE` seconds, however slow they are."""
-    seen, since = 0, time.monotonic()
-    while running := [each.sentinel for each in lives if _status(each) is None]:
-        connection.wait(running, 1)
+    seen, since, delay = 0, time.monotonic(), 0.0
+    while running := [each for each in lives if _status(each) is None]:
+        connection.wait([each.sentinel for each in running], 1)
         written = sum(log.stat().st_size for log in logs if log.exists())
         if written != seen:
-            seen, since = written, time.monotonic()
-        if time.monotonic() - since > PATIENCE:
+            seen, since, delay = written, time.monotonic(), _delay(running)
+        if time.monotonic() - since > PATIENCE + max(0.0, _delay(running) - delay):
             return
+
+
+def _delay(lives: Sequence[Any]) -> float:
+    """Returns the seconds that the thread of `lives` with the longest sum of waits has waited for a processor."""
+    delays = [0.0]
+    for path in (path for each in lives for path in Path(f"/proc/{each.pid}/task").glob("*/schedstat")):
+        with contextlib.suppress(OSError):  # the thread has ended
+            delays.append(int(path.read_text().split()[1]) / 1e9)
+    return max(delays)
 
 
 def _read(log: Path, start: int) -> list[Line]:
