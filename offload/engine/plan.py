@@ -277,14 +277,17 @@ def decide(
     # The run on the drives. Ranks with different free memory may have different tiers, but either all ranks have a
     # store or none has. A kill during the first start may leave one rank's drive empty. `assemble` then decides by the
     # commits.
-    on_disk = any(everyone.share(placed.placement.keeps_on_disk(placed.parts)))
+    def anywhere(here: bool) -> bool:
+        return any(everyone.share(here))
+
+    on_disk = anywhere(placed.placement.keeps_on_disk(placed.parts))
     resumes_here, replaced = _resume(config, on_disk)
-    resume = any(everyone.share(resumes_here))
+    resume = anywhere(resumes_here)
     if resume and places is not None:
         _check_recorded_files(config, world, places, layouts, mode)
     # The room on the drives is measured only if it can change the number of slots.
     slots, may_fall_back = wanted_slots(placed, on_disk=on_disk, resume=resume)
-    memory = plan_memory(placed, slots, _no_room(placed, everyone) if may_fall_back else None)
+    memory = plan_memory(placed, slots, _no_room(placed, everyone) if may_fall_back else None, anywhere)
     # Files of a run that is resumed keep the slots that they have. Only a run of one rank has units to shadow, so no
     # other rank needs to know.
     if memory.to_shadow and not resume:

@@ -431,10 +431,13 @@ def wanted_slots(placed: MemoryPlan, *, on_disk: bool, resume: bool = False) -> 
     return (2, True) if on_disk else (0, False)
 
 
-def plan_memory(placed: MemoryPlan, slots: int, no_room: str | None = None) -> MemoryPlan:
+def plan_memory(
+    placed: MemoryPlan, slots: int, no_room: str | None = None, anywhere: Callable[[bool], bool] = bool
+) -> MemoryPlan:
     """Returns the complete plan of one rank's memory and store.
 
-    `no_room` is a notice for the user if the drives have no room for two slots, so that the store has one.
+    `no_room` is a notice for the user if the drives have no room for two slots, so that the store has one. `anywhere`
+    takes a fact of this rank and returns whether it is true on any rank: all ranks have a store, or none has.
     """
     placement, notices = placed.placement, placed.placement.notices
     if no_room is not None:
@@ -442,10 +445,10 @@ def plan_memory(placed: MemoryPlan, slots: int, no_room: str | None = None) -> M
     # Without two slots, promoted partitions have no copy on disk, so their memory cannot be given to another engine.
     if slots < 2:
         placement = placement.settled(placed.parts)
-        slots = slots if placement.keeps_on_disk(placed.parts) else 0
+        slots = slots if anywhere(placement.keeps_on_disk(placed.parts)) else 0
     offload = placed.request.config.offload
     commit_every = offload.commit_every
-    if offload.thins_commits and placement.deferred(placed.parts, slots, 2):
+    if offload.thins_commits and anywhere(bool(placement.deferred(placed.parts, slots, 2))):
         commit_every = 2  # no step but a commit writes what is in memory
     # Only two slots leave the last commit intact while the next one is written.
     return replace(

@@ -231,6 +231,20 @@ def test_a_rank_without_a_part_takes_part(optimizer: str, tmp_path: Path) -> Non
         assert torch.equal(each.weights["other.weight"], before)
 
 
+def without_durability(job: Job, placement: tuple[str, str], folder: Path) -> Result:
+    return train(job, placement, folder, durability="none")
+
+
+def test_a_rank_without_states_trains_beside_one_with_states_on_a_drive(ranks: RankPool, tmp_path: Path) -> None:
+    """SinkGD keeps no states of matrices, and the first rank steps all else. All ranks have a store, or none has."""
+    (on_drives, other), in_memory = (
+        ranks.run(without_durability, SINKGD._replace(stage=0, steps=2), placement, tmp_path / placement[1])
+        for placement in (("cpu", "nvme"), ("cpu", "cpu"))
+    )
+    assert_same(on_drives, other, "ranks")
+    assert_same(on_drives, in_memory[0], "placements")
+
+
 def half_in_memory(job: Job, folder: Path) -> Result:
     """Trains with the states of the first units in memory. Reads of the others end at once, or late on the second rank.
 
