@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Callable
 from typing import Any
+
+from offload.errors import ConfigError
 
 
 def option(help: str, *aliases: str, default: Any = None, name: str = "", group: str | None = None, **more: Any) -> Any:
@@ -34,6 +37,24 @@ def argument(help: str, *, default: Any = ..., group: str | None = None, **more:
 
 def _field(default: Any, declared: dict[str, Any]) -> Any:
     return dataclasses.field(default=dataclasses.MISSING if default is ... else default, metadata=declared)
+
+
+def checked(parse: Callable[[str], object]) -> Any:
+    """Returns arguments of `option` for a text that `parse` must take: its `ConfigError` then names the option.
+
+    The help shows what `parse_size` takes as <size>.
+    """
+
+    def check(text: str) -> str:
+        import typer  # which calls this function
+
+        try:
+            parse(text)
+        except ConfigError as error:
+            raise typer.BadParameter(str(error)) from error
+        return text
+
+    return {"parser": check, "metavar": f"<{parse.__name__.removeprefix('parse_')}>"}
 
 
 def dtypes(*names: str) -> Any:

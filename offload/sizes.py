@@ -40,6 +40,45 @@ def parse_size(text: str | int | float, *, other: str = "") -> int:
         raise ConfigError(f"{text!r} is too large a number of bytes; give a smaller size") from error
 
 
+def parse_memory(text: str) -> int:
+    """Returns the bytes of RAM that `text` names as it is sold: "64GB" contains 64 GiB, as "64GiB" does.
+
+    A number without a unit is refused: a user who types "64" means gigabytes.
+    """
+    return parse_size(re.sub(r"([kmgt])b\s*$", r"\1ib", with_unit(text), flags=re.IGNORECASE))
+
+
+def with_unit(text: str) -> str:
+    """Returns `text`, a size; raises `ConfigError` for a number alone."""
+    if re.fullmatch(r"\s*[0-9.]+\s*", text):
+        raise ConfigError(f"expected a size with its unit, got {text!r}; did you mean {text.strip()}GB?")
+    return text
+
+
+def parse_rate(text: str) -> float:
+    """Returns the bytes per second of a text such as "7GB/s".
+
+    A number without a unit is refused: a user who types "7" means gigabytes, and seven bytes would be the result.
+    """
+    # "Gb" are gigabits and "GB" are gigabytes: the check below refuses bits instead of being wrong by a factor of 8.
+    words = re.sub(r"/s$", "", text.strip(), flags=re.IGNORECASE)
+    if re.search(r"[a-z]b$", words, re.IGNORECASE) and words.endswith("b") and not words.islower():
+        raise ConfigError(f"{text!r} are bits a second; give bytes, such as '7GB/s'")
+    rate = parse_size(words) if re.search(r"\d\s*[a-z]+\s*$", words, re.IGNORECASE) else 0
+    if not rate:
+        raise ConfigError(f"expected a rate such as '7GB/s', got {text!r}")
+    return float(rate)
+
+
+def parse_tbw(text: str) -> int:
+    """Returns the bytes of a text such as "1200TB". A number alone means terabytes, as "drive_tbw" does in a config."""
+    plain = re.fullmatch(r"\s*[0-9]+(\.[0-9]+)?\s*", text)
+    nbytes = parse_size(f"{text.strip()}TB" if plain else text)
+    if not nbytes:
+        raise ConfigError(f"expected the rated endurance of a drive, such as 1200TB, got {text!r}")
+    return nbytes
+
+
 _PERCENT = re.compile(r"\s*([0-9]{1,3}(?:\.[0-9]+)?)\s*%\s*")
 
 

@@ -17,7 +17,7 @@ from offload.hardware import gpus
 from offload.hardware.gpus import Origin, Rate, find_gpu, sentences
 from offload.hardware.probe import DriveRates, Probed, drive_under
 from offload.notices import shell_command
-from offload.sizes import GIB, format_size, parse_size
+from offload.sizes import GIB, format_size, parse_rate, parse_size, with_unit
 
 KERNEL_BYTES = {"bf16": 26, "fp32": 28, "fp16": 28}
 """Bytes that AdamW moves for each parameter. The weight, the low bits of the master (in fp16 the master itself) and the
@@ -162,7 +162,7 @@ def parse_drive(text: str) -> Drive:
         if not 1 <= len(fields) <= 3:
             raise ConfigError(f"{len(fields)} numbers")
         read, write = _drive_rate(fields[0]), _drive_rate(fields[1] if len(fields) > 1 else fields[0])
-        free = parse_size(_with_unit(fields[2])) if len(fields) == 3 else None
+        free = parse_size(with_unit(fields[2])) if len(fields) == 3 else None
     except ConfigError as error:
         raise ConfigError(
             f"expected a drive such as '7GB/s,4GB/s' (reads, writes) or '7GB/s,4GB/s,2TB' (free), got {text!r}: {error}"
@@ -175,35 +175,6 @@ def _drive_rate(text: str) -> float:
     if re.fullmatch(r"[0-9.]+\s*[kmgt]i?b", text, re.IGNORECASE):
         raise ConfigError(f"{text!r} is a size, not a rate; write {text}/s if it is a rate")
     return parse_rate(text)
-
-
-def parse_memory(text: str) -> int:
-    """Returns the bytes of RAM that `text` names as it is sold: "64GB" contains 64 GiB, as "64GiB" does.
-
-    A number without a unit is refused: a user who types "64" means gigabytes.
-    """
-    return parse_size(re.sub(r"([kmgt])b\s*$", r"\1ib", _with_unit(text), flags=re.IGNORECASE))
-
-
-def _with_unit(text: str) -> str:
-    if re.fullmatch(r"\s*[0-9.]+\s*", text):
-        raise ConfigError(f"expected a size with its unit, got {text!r}; did you mean {text.strip()}GB?")
-    return text
-
-
-def parse_rate(text: str) -> float:
-    """Returns the bytes per second of a text such as "7GB/s".
-
-    A number without a unit is refused: a user who types "7" means gigabytes, and seven bytes would be the result.
-    """
-    # "Gb" are gigabits and "GB" are gigabytes: the check below refuses bits instead of being wrong by a factor of 8.
-    words = re.sub(r"/s$", "", text.strip(), flags=re.IGNORECASE)
-    if re.search(r"[a-z]b$", words, re.IGNORECASE) and words.endswith("b") and not words.islower():
-        raise ConfigError(f"{text!r} are bits a second; give bytes, such as '7GB/s'")
-    rate = parse_size(words) if re.search(r"\d\s*[a-z]+\s*$", words, re.IGNORECASE) else 0
-    if not rate:
-        raise ConfigError(f"expected a rate such as '7GB/s', got {text!r}")
-    return float(rate)
 
 
 def described(

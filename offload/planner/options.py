@@ -7,7 +7,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
-from offload.options import argument, dtypes, option, switch
+from offload.options import argument, checked, dtypes, option, switch
+from offload.sizes import parse_budget, parse_count, parse_memory, parse_rate, parse_tbw
 
 if TYPE_CHECKING:
     from torch import nn
@@ -32,7 +33,7 @@ class PlanOptions:
         "--model-name-or-path",
         group="Model",
     )
-    parameters: str | None = option("Instead of a model: number of parameters, as 13B or 350M.")
+    parameters: str | None = option("Instead of a model: number of parameters, as 13B or 350M.", **checked(parse_count))
     layers: int | None = option("With --parameters: number of layers.")
     lora: str | None = option("Train adapters alone, as `offload train --lora`.", metavar="r=N[,…]")
     load_in_4bit: bool = switch("With --lora: store the frozen matrices in 4 bits (nf4).")
@@ -43,16 +44,17 @@ class PlanOptions:
     gpus: int | None = option("GPUs of each machine: plans ZeRO stages 0 to 3 by formulas.", metavar="N")
     nodes: int = option("With --gpus: machines.", default=1, metavar="N")
     link: str | None = option(
-        "With --gpus: bandwidth of a machine's network, or of a GPU in one machine, as 25GB/s. [default: of --pcie]"
+        "With --gpus: bandwidth of a machine's network, or of a GPU in one machine, as 25GB/s. [default: of --pcie]",
+        **checked(parse_rate),
     )
     tensor: int = option("With --gpus: GPUs that divide each layer.", default=1, metavar="N")
     pipeline: int = option("With --gpus: stages of a pipeline.", default=1, metavar="N")
-    ram: str | None = option("RAM of the machine, as 64GB. [described: 64GB]")
+    ram: str | None = option("RAM of the machine, as 64GB. [described: 64GB]", **checked(parse_memory))
     drive: tuple[str, ...] = option(
         "A drive, as 7GB/s,4GB/s or 7GB/s,4GB/s,2TB; may repeat.", default=(), metavar="READ,WRITE[,FREE]"
     )
-    memory_bandwidth: str | None = option("Bandwidth of a described machine's RAM, as 80GB/s.")
-    pcie: str | None = option("Bandwidth of copies to a described GPU, as 25GB/s.")
+    memory_bandwidth: str | None = option("Bandwidth of a described machine's RAM, as 80GB/s.", **checked(parse_rate))
+    pcie: str | None = option("Bandwidth of copies to a described GPU, as 25GB/s.", **checked(parse_rate))
     nvme_path: tuple[str, ...] = option(
         "Folders on probed drives; may repeat. [default: the last]", default=(), metavar="PATH"
     )
@@ -68,7 +70,8 @@ class PlanOptions:
         "auto, step or none, or steps from one commit to the next. [default: auto]", metavar="WORD|STEPS"
     )
     drive_budget: str | None = option(
-        "Bytes that may be written to each drive, as 1TB/day or 600TB/5y.", metavar="SIZE/TIME"
+        "Bytes that may be written to each drive, as 1TB/day or 600TB/5y.",
+        **checked(parse_budget) | {"metavar": "SIZE/TIME"},
     )
     batch_size: int | None = option(
         "Sequences of a micro-batch. [default: what is fastest, up to 32,768 tokens]", "--per-device-train-batch-size"
@@ -103,7 +106,7 @@ class PlanOptions:
     )
     measure: bool = switch("Run the model, or some layers, on this machine first: a better prediction.")
     details: bool = switch("Print all tables, changes, orders, rates and assumptions.")
-    tokens: str | None = option("Tokens to train on, as 1B: predicts the time. [default: 100M]")
+    tokens: str | None = option("Tokens to train on, as 1B: predicts the time. [default: 100M]", **checked(parse_count))
     price: float | None = option("Rent of the machine in dollars an hour: predicts the cost.")
     prices: str | None = option(
         "Predict dollars of power or rent and of worn drives, and the cheapest change. A TOML file, or usual: the "
@@ -111,7 +114,7 @@ class PlanOptions:
         metavar="usual|FILE",
     )
     steps: int | None = option("Instead of --tokens: steps to train, as 200: predicts the time.", "--max-steps")
-    tbw: str | None = option("Rated endurance of each drive, as 1200TB. [default: by SMART]")
+    tbw: str | None = option("Rated endurance of each drive, as 1200TB. [default: by SMART]", **checked(parse_tbw))
     write: Path | None = option(
         "Write a config to train with, with the defaults of `offload train`.", "--output", metavar="FILE"
     )

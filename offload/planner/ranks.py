@@ -254,10 +254,8 @@ def plan_stages(
     `hardware` is one machine with one of its GPUs. `options` are those of `memory.settings`.
 
     Raises:
-        ConfigError: the GPUs cannot be divided as `cluster` says.
         BudgetError: no stage fits.
     """
-    cluster.check()
     layouts = tuple(
         arrange(layout.name, layout.segments, cluster.data, in_fp32=layout.in_fp32) for layout in shape.layouts
     )

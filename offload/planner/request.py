@@ -33,8 +33,6 @@ from offload.planner.hardware import (
     described,
     drive_rates,
     parse_drive,
-    parse_memory,
-    parse_rate,
     probed,
 )
 from offload.planner.memory import settings
@@ -46,7 +44,15 @@ from offload.planner.recommend import Planned
 from offload.planner.step_time import backward, forward
 from offload.precision import choose
 from offload.presets import error_message
-from offload.sizes import format_size, parse_budget, parse_count, parse_size
+from offload.sizes import (
+    format_size,
+    parse_budget,
+    parse_count,
+    parse_memory,
+    parse_rate,
+    parse_size,
+    parse_tbw,
+)
 from offload.swapper.memory.limits import free_host_memory
 
 # -- measure model -------------------------------------------------------------------------------------
@@ -232,6 +238,7 @@ def planned(request: PlanOptions, tell: Tell = lambda *_: None) -> Planned:
 def ranks(request: PlanOptions, cluster: Cluster) -> tuple[Shape, Hardware, dict[int, RanksPlan]]:
     """Returns the model, one machine with one of its GPUs, and the plan of each ZeRO stage that fits."""
     _check(request)
+    cluster.check()
     unplanned = {
         "--deepspeed": request.config,
         "--lora": request.adapters,
@@ -437,15 +444,6 @@ def endurance(on: Hardware, given: str | None) -> int | None:
     rated = [rated_bytes_of(drive.name) for drive in on.drives if os.path.isdir(drive.name)]
     known = [rate for rate in rated if rate is not None]
     return sum(known) if known and len(known) == len(on.drives) else None
-
-
-def parse_tbw(text: str) -> int:
-    """Returns the bytes of a text such as "1200TB". A number alone means terabytes, as "drive_tbw" does in a config."""
-    plain = re.fullmatch(r"\s*[0-9]+(\.[0-9]+)?\s*", text)
-    nbytes = parse_size(f"{text.strip()}TB" if plain else text)
-    if not nbytes:
-        raise ConfigError(f"expected the rated endurance of a drive, such as 1200TB, got {text!r}")
-    return nbytes
 
 
 # -- config file ---------------------------------------------------------------------------------------

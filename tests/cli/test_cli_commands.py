@@ -145,6 +145,16 @@ def test_a_value_that_is_none_of_its_choices_and_a_command_that_is_none() -> Non
     for command in ("train", "generate"):
         assert "'int3' is not one of " in refused(command, "--dtype", "int3")
     assert refused("train", "--steps", "x").startswith("invalid value for '--steps' / '--max-steps': ")
+    for *command, option in (
+        ("plan", "--tbw"),
+        ("plan", "--link"),
+        ("plan", "--ram"),
+        ("bench", "adam", "--numel"),
+        ("bench", "swap", "--unit-size"),
+        ("probe", "--size"),
+        ("export", "run", "folder", "--max-shard-size"),
+    ):
+        assert refused(*command, option, "x").startswith(f"invalid value for '{option}': expected a ")
     assert refused("trian") == "no such command 'trian'. Did you mean 'train'? see `offload --help`"
     assert refused("bench", "oi").endswith("see `offload bench --help`")
     assert refused("train", "more").startswith("got unexpected extra argument")

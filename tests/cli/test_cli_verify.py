@@ -320,7 +320,7 @@ def test_a_folder_of_the_model_without_a_repair_is_refused(run: Path) -> None:
 def test_a_rate_that_is_none_is_named_with_its_option(rate: str, run: Path) -> None:
     done = CliRunner().invoke(app, ["verify", str(run), "--rate", rate])
     assert done.exit_code == 2
-    assert "--rate expects bytes a second such as 50MB" in " ".join(done.stderr.split())
+    assert "invalid value for '--rate': expected a " in " ".join(done.stderr.split())
 
 
 # -- the next command ---------------------------------------------------------------------------------

@@ -201,7 +201,9 @@ def strike(seed: int, folder: Path, faults: tuple[str, ...] = IN_CALLS + IN_MEMO
                 break
         changed = losses != calm()[: len(losses)]
         if where not in ON_DRIVES:
-            assert found or not changed, f"{words}: never found, and audited in step {promised + 1}"
+            # A low bit may round away in the steps that are audited, and in no other one.
+            rounds = where in ("saved activation", "gradient") and bit < 8
+            assert found or not changed or rounds, f"{words}: never found, and audited in step {promised + 1}"
             # Steps before the audit were made with flipped bits: the audit finds the fault, and cannot undo them.
             if promised == moment and found == "the audit":
                 assert not changed, f"{words}: the step that was made again has other bits"

@@ -20,10 +20,10 @@ from offload.finetune.model import allows_chunks
 from offload.hardware.gpus import GPUS, find_gpu
 from offload.planner import activations, memory, recommend
 from offload.planner.activations import Load
-from offload.planner.hardware import Hardware, described, parse_drive, parse_memory
+from offload.planner.hardware import Hardware, described, parse_drive
 from offload.planner.model_shape import Shape, from_count
 from offload.planner.output import Asked, cautions, summary, wrapped
-from offload.sizes import GIB, MIB, format_time
+from offload.sizes import GIB, MIB, format_time, parse_memory
 from tests.planner.test_plan_activations import COUNT, config, llama
 from tests.planner.test_plan_activations import MACHINE as OWN_MACHINE
 from tests.support import models

@@ -24,7 +24,7 @@ from offload.cli.options import Command, HelpContext, takes_options
 from offload.cli.signals import signals
 from offload.errors import ConfigError
 from offload.notices import folder_to_make
-from offload.options import argument, dtypes, option, switch
+from offload.options import argument, checked, dtypes, option, switch
 from offload.sizes import format_size, parse_count, parse_size
 
 
@@ -66,10 +66,12 @@ def bench_io(
         help="io_uring, libaio, threads; for comparison aiofiles, python-libaio. May repeat. [default: all of ours]",
     ),
     op: list[str] | None = typer.Option(None, help="write, read, mixed; may repeat. [default: all]"),
-    block_size: list[str] | None = typer.Option(None, help="Bytes of a block; may repeat. [default: 1MiB, 4MiB]"),
+    block_size: list[str] | None = typer.Option(
+        None, help="Bytes of a block; may repeat. [default: 1MiB, 4MiB]", **checked(parse_size)
+    ),
     depth: list[int] | None = typer.Option(None, help="Blocks in flight; may repeat. [default: 8, 32]"),
-    size: str = typer.Option("1GiB", help="Bytes of the file, and of memory."),
-    request: str = typer.Option("16MiB", help="Bytes of one request to the queue."),
+    size: str = typer.Option("1GiB", help="Bytes of the file, and of memory.", **checked(parse_size)),
+    request: str = typer.Option("16MiB", help="Bytes of one request to the queue.", **checked(parse_size)),
     rounds: int = typer.Option(3, help="Rounds; each runs all contenders in turns."),
     fio: bool = typer.Option(True, help="Run fio beside, where it is installed."),
     plot: Path | None = typer.Option(None, metavar="FILE", help="Draw the result: .png, .svg or .pdf."),
@@ -131,7 +133,7 @@ def _io_cells(row: Any) -> list[str]:
 
 @bench.command("adam", cls=Command)
 def bench_adam(
-    numel: str = typer.Option("64Mi", help="Parameters, as 64Mi or 250M."),
+    numel: str = typer.Option("64Mi", help="Parameters, as 64Mi or 250M.", **checked(parse_count)),
     dtype: list[str] | None = typer.Option(
         None, help="Weights: bf16, fp32, fp16; may repeat. [default: bf16]", **dtypes()
     ),
@@ -183,7 +185,9 @@ class SwapOptions:
 
     paths: tuple[str, ...] = argument("Folders for swap files, one for each drive.")
     units: int = option("Layers of the simulated model.", default=16)
-    unit_size: str = option("Bytes of a layer's weights, two for each parameter.", default="64MiB")
+    unit_size: str = option(
+        "Bytes of a layer's weights, two for each parameter.", default="64MiB", **checked(parse_size)
+    )
     compute_ms: tuple[float, ...] = option(
         "Milliseconds that a layer computes in a forward; its backward takes twice as long. May repeat. [default: 50]",
         default=(),
@@ -194,8 +198,8 @@ class SwapOptions:
     durability: str = option(
         "step: two slots of all states; none: one, in place; auto: step where it fits.", default="auto"
     )
-    host_memory: str | None = option("Host budget. [default: what is needed]")
-    device_memory: str | None = option("Device budget. [default: three layers]")
+    host_memory: str | None = option("Host budget. [default: what is needed]", **checked(parse_size))
+    device_memory: str | None = option("Device budget. [default: three layers]", **checked(parse_size))
     overlap: bool = option(
         "Run updates beside the next forward, or before it.", default=True, name="--overlap/--no-overlap"
     )
@@ -207,9 +211,11 @@ class SwapOptions:
     steps: int = option("Steps of each round that count; two before them do not.", default=4)
     rounds: int = option("Rounds; each runs all contenders in turns.", default=3)
     backend: str = option("auto, io_uring, libaio, threads.", default="auto")
-    block_size: str | None = option("Bytes of a block. [default: the backend's]")
+    block_size: str | None = option("Bytes of a block. [default: the backend's]", **checked(parse_size))
     depth: int | None = option("Blocks in flight. [default: the backend's]")
-    probe_size: str = option("Bytes of the file by which the drive is measured.", default="256MiB")
+    probe_size: str = option(
+        "Bytes of the file by which the drive is measured.", default="256MiB", **checked(parse_size)
+    )
 
 
 _SWAP_FIELDS = (
@@ -305,7 +311,7 @@ class GpuOptions:
     moments: str | None = option("fp32, bf16, int8. [default: as the part has]")
     grad_dtype: str | None = option("Sums of gradients: fp32, bf16. [default: the engine's]", **dtypes())
     steps: int = option("Timed steps of a placement, fewer where time is short.", default=8)
-    nbytes: str = option("Bytes of one copy.", default="256MiB")
+    nbytes: str = option("Bytes of one copy.", default="256MiB", **checked(parse_size))
     device: str = option("cuda; cpu is a rehearsal that measures nothing of interest.", default="cuda")
     only: tuple[str, ...] = option("Only parts whose names begin with this; may repeat. [default: all]", default=())
 
@@ -365,7 +371,6 @@ def _check_gpu_options(typed: GpuOptions) -> None:
             raise ConfigError(f"expected {name} of at least 1, got {value}")
     if not typed.budget_minutes > 0:
         raise ConfigError(f"expected minutes above 0, got {typed.budget_minutes:g}")
-    parse_size(typed.nbytes)
 
 
 _LEAST_WIDTH = 180

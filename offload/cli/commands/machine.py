@@ -11,6 +11,7 @@ import typer
 from offload.cli.console import BAD_INPUT, FAILED, Json, errors, make_table, measuring, status_line, without_collector
 from offload.cli.signals import signals
 from offload.errors import ConfigError
+from offload.options import checked
 from offload.sizes import format_size, parse_size
 
 if TYPE_CHECKING:
@@ -76,7 +77,9 @@ def probe(
     device: str = typer.Option(
         "auto", help="Where training will compute: auto, cpu, cuda, or another accelerator of torch."
     ),
-    size: str = typer.Option("256MiB", help="Bytes at most of the file that is written and read on each drive."),
+    size: str = typer.Option(
+        "256MiB", help="Bytes at most of the file that is written and read on each drive.", **checked(parse_size)
+    ),
     sustained: bool = typer.Option(
         False, "--sustained", help="Instead: write to the drives until their rates fall. Takes minutes and wears them."
     ),
@@ -161,7 +164,7 @@ def tune(
         None, help="DeepSpeed JSON file to write the block into; created if it is missing."
     ),
     output: Path | None = typer.Option(None, help="Write the config here instead."),
-    size: str = typer.Option("512MiB", help="Bytes of the test file."),
+    size: str = typer.Option("512MiB", help="Bytes of the test file.", **checked(parse_size)),
     json_output: Json = False,
 ) -> None:
     """Find the best `aio` block for a drive. Writes its keys into a config, which stays as it is otherwise.

@@ -23,7 +23,7 @@ from offload.cli.options import takes_options
 from offload.cli.signals import exit_on_signal
 from offload.errors import ConfigError
 from offload.planner.options import Adapters, PlanOptions
-from offload.sizes import parse_count
+from offload.sizes import parse_count, parse_rate
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -187,7 +187,6 @@ def _print_longest(options: PlanOptions, console: Console, json_output: bool) ->
 
 def _print_ranks(options: PlanOptions, console: Console, json_output: bool) -> None:
     from offload.planner import output, request
-    from offload.planner.hardware import parse_rate
     from offload.planner.ranks import Cluster
 
     with errors(BAD_INPUT):

@@ -13,11 +13,11 @@ import typer
 
 from offload.cli.console import BAD_INPUT, FAILED, Json, echo, errors, make_console
 from offload.cli.signals import signals
-from offload.errors import ConfigError, StoreError, UsageError
+from offload.errors import StoreError, UsageError
 from offload.fileio import atomic_write, real_path
 from offload.notices import shell_command
-from offload.options import dtypes
-from offload.sizes import count_of, format_size, parse_size
+from offload.options import checked, dtypes
+from offload.sizes import count_of, format_size, parse_rate, parse_size
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -65,7 +65,7 @@ def verify(
         help="With --repair: folder of the model with which the run began, for frozen weights. [default: that of "
         "offload train]",
     ),
-    rate: str | None = typer.Option(None, help="Bytes to read a second at most, such as 50MB."),
+    rate: str | None = typer.Option(None, help="Bytes to read a second at most, such as 50MB.", **checked(parse_rate)),
     json_output: Json = False,
 ) -> None:
     """Compare every byte of a run or checkpoint with its checksum. Of a run the last commit is compared.
@@ -111,13 +111,7 @@ def _pace(rate: str | None) -> Callable[[int], None]:
     """Returns a function that is called with bytes that were read, and sleeps so long that `rate` is kept."""
     if rate is None:
         return lambda nbytes: None
-    try:
-        per_second = parse_size(rate)
-    except ConfigError:
-        per_second = 0
-    if per_second < 1:
-        raise UsageError(f"--rate expects bytes a second such as 50MB, got {rate!r}")
-    began, done = time.monotonic(), 0
+    per_second, began, done = parse_rate(rate), time.monotonic(), 0
 
     def pace(nbytes: int) -> None:
         nonlocal done
@@ -169,7 +163,7 @@ def export(
         help="Dtype of the weights. fp32 gives the exact masters. [default: as they train]",
         **dtypes("bf16", "fp32", "fp16"),
     ),
-    max_shard_size: str = typer.Option("5GB", help="Bytes of a file at most."),
+    max_shard_size: str = typer.Option("5GB", help="Bytes of a file at most.", **checked(parse_size)),
     tokenizer: Path | None = typer.Option(
         None,
         help="Folder from which a tokenizer's files are copied along. [default: that of a run of offload train]",
