@@ -26,6 +26,7 @@ from offload.activations.tiles import choose as choose_mlps
 from offload.activations.tiles import notices as tile_notices
 from offload.aio.memory import release_heap
 from offload.config import Batch, Config
+from offload.distributed.agreement import AllOrNothing
 from offload.distributed.process_group import Mesh, Ranks
 from offload.distributed.world import World
 from offload.engine.optimizer import Optimizer, Rule
@@ -329,6 +330,10 @@ def decide(
         in_place_layouts=in_place_layouts,
         stamps={} if places is None else places.stamps,
     )
+    if not everyone.alone:
+        # A difference is an error of this package: ranks that went on would wait for each other for ever.
+        facts = {"slots": plan.slots, "commit_every": plan.commit_every, "schedule": schedule.schedule}
+        AllOrNothing(everyone, "plan the run").same(facts)
     if places is None or everyone.rank:
         return plan
     return dataclasses.replace(plan, notices=(*plan.notices, *_place_notices(plan, places)))
@@ -583,9 +588,10 @@ def _schedule(
     moves = not all(placed.parts.device_resident(unit, row) for unit, row in enumerate(placement.tiers))
     sends = not machine.host_addressable and placement.sends_gradients
     free = None if machine.host_addressable else machine.free_device - placement.device_nbytes
-    if free is not None:
-        # All ranks use the same order, so the device with the least free memory decides.
-        free = min(ranks.share(free))
+    # All ranks use the same order, although their tiers may differ, and the device with the least free memory decides.
+    rows = ranks.share([moves, sends, free])
+    moves, sends = any(row[0] for row in rows), any(row[1] for row in rows)
+    free = None if free is None else min(row[2] for row in rows)
     choice = choose_schedule(
         asked=asked,
         # If the config asks for layer_major, the user's loop may run several micro-batches at once, although the config
