@@ -125,7 +125,8 @@ class Shutdown:
         active = self._alive and os.getpid() == self._pid
         stopped = active and self._components.pager.failed
         if active:
-            self._explain(_line(sys.exc_info()[1]))  # a call in `except` or `finally`
+            # A call in `except` or `finally`, or after an error that has stopped this rank and was handled.
+            self._explain(_line(sys.exc_info()[1] or self._components.pager.table.failure))
         if active and not stopped and not remove:
             if self._state.after_step_is_due:
                 # Raises while the user can still fix the value, and the last step can be committed afterwards.

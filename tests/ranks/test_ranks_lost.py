@@ -25,7 +25,7 @@ import offload
 from offload import testing
 from offload.distributed import process_group
 from offload.distributed.process_group import BoundedStore, Heartbeat
-from offload.errors import ConfigError, IoError, OffloadError, RankError, StoreError
+from offload.errors import ConfigError, EngineFailed, IoError, OffloadError, RankError, StoreError
 from offload.notices import exception_line
 from tests.support import models
 from tests.support.drives.fault_injection import die
@@ -329,6 +329,30 @@ def one_fails(folder: Path, at_exit: bool) -> str:
 def test_a_rank_that_closes_its_engine_in_a_finally_tells_why(ranks: RankPool, tmp_path: Path) -> None:
     for told in ranks.run(one_fails, tmp_path, False):
         assert re.search(rf"rank 0 closes its engine, after {LINE}; rank 1 is at step\(\)\.", told), told
+
+
+def stops(folder: Path) -> str:
+    """A thread of rank 0 fails, and its script goes on to `destroy()`. Returns the `RankError` of rank 1."""
+    job = JOBS["gpt2"]
+    engine = start(job, ("cpu", "cpu"), folder)
+    try:
+        if rank_and_size()[0] == 0:
+            testing.fail(engine, ValueError(WORDS))
+        engine.backward(job.loss(engine, 0, 0))
+        engine.step()
+    except RankError as error:
+        return str(error)
+    except EngineFailed:
+        pass
+    finally:
+        with contextlib.suppress(OffloadError):
+            engine.destroy()
+    return ""
+
+
+def test_a_rank_that_an_error_has_stopped_tells_which(ranks: RankPool, tmp_path: Path) -> None:
+    nothing, told = ranks.run(stops, tmp_path)
+    assert nothing == "" and re.search(rf"was closed at step 0, after {LINE}\. Rank 1 cannot", told), told
 
 
 def test_a_rank_whose_process_ends_by_an_exception_tells_which(ranks: RankPool, tmp_path: Path) -> None:
