@@ -263,8 +263,6 @@ class Story:
         self.told: list[str] = []
         """What has happened, for a failure."""
         self.drawn, self.seconds, self.kept = draw(self.chance), 10.0, 0
-        self.before = 0
-        """Steps in the run's log when the life began."""
         self.environment = dict(os.environ, HF_HUB_OFFLINE="1", OMP_NUM_THREADS="1", TOKENIZERS_PARALLELISM="false")
         self.environment |= {"XDG_CACHE_HOME": str(folder / "cache"), "PYTHONFAULTHANDLER": "1"}
 
@@ -305,23 +303,20 @@ class Story:
         return self.begin(*words).end(*codes)
 
     def losses(self, run: str) -> dict[int, float]:
-        """Returns the losses in a run's log, by step."""
+        """Returns the losses in a run's log, by step. Raises `Wrong` for a step that is there twice."""
         path = self.place / f"{run}.jsonl"
         lines = path.read_text().splitlines(keepends=True) if path.exists() else []
-        steps = [json.loads(line) for line in lines if line.endswith("\n")]  # a kill may have cut the last one
-        return {line["step"]: line["loss"] for line in steps if "grad_norm" in line}
-
-    def _written(self) -> int:
-        """Returns the number of steps that have been written to the run's log, repeated ones too."""
-        log = self.place / "run.jsonl"
-        return log.read_text().count('"grad_norm"') if log.exists() else 0
+        lines = [json.loads(line) for line in lines if line.endswith("\n")]  # a kill may have cut the last one
+        steps = [(line["step"], line["loss"]) for line in lines if "grad_norm" in line]
+        if len(found := dict(steps)) < len(steps):
+            raise Wrong(f"the log of {run} has a step twice: {[step for step, _ in steps]}")
+        return found
 
     # -- lives --------------------------------------------------------------------------------------
 
     def _life(self, number: int) -> None:
         """Lives a life that something disturbs, and checks what it leaves."""
         chance, before = self.chance, max(self.losses("run"), default=0)
-        self.before = self._written()
         deed = chance.choice([self._signal, self._signal, self._fill, self._limit, self._twice, self._pause])
         moment = chance.randint(before, self.drawn.steps) if chance.random() < 0.75 else None
         self.told.append(f"life {number}: {deed.__name__} {f'after step {moment}' if moment is not None else ''}")
@@ -379,11 +374,11 @@ class Story:
         return code == 0
 
     def _twice(self, command: Command) -> bool:
-        trains = self._written() != self.before
         done = self.run(*self.train("run"), *self.drawn.placement, *RESUMED, codes=(0, 2))
         refused = re.search("in use by|under way|another run", done.errors)
-        # Of two commands that begin together, the second may be the first to open the run.
-        if command.process.poll() is None and not refused and (trains or done.code):
+        # The second may open the run before the first, or once the first has closed it and while that process ends. Two
+        # that train at the same time would log steps twice: see `losses`.
+        if done.code and command.process.poll() is None and not refused:
             raise Wrong(f"a second command in the same folder ended with {done.code}: {done.errors}")
         self.run("inspect", "swap", codes=(0, 2))
         self.run("verify", "swap/run", codes=(0, 2))
