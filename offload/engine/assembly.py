@@ -65,7 +65,7 @@ from offload.engine.plan import (
 from offload.engine.shards import LocalShards
 from offload.engine.shared_memory import line_on_users, memory_of
 from offload.engine.snapshot import Snapshot, scheduler_state
-from offload.engine.state import LossScaler, NoLossScaler, StepSettings, job_of
+from offload.engine.state import LossScaler, NoLossScaler, StepSettings, TrainingState, job_of
 from offload.engine.unit_views import UnitViews
 from offload.engine.update import Updates, UpdateWorker
 from offload.engine.update_strategy import UpdateSetting
@@ -156,16 +156,11 @@ def assemble(
         if listener is not None:
             timeline = Relay(timeline, listener)
         progress = files.open(model, optimizer)
+        settings, commits = _settings(plan), bool(plan.memory.commit_every)
         core = EngineCore(
-            module=model,
-            device=plan.device.torch,
-            optimizer=optimizer,
-            lr_scheduler=lr_scheduler,
-            loader=loader,
-            settings=_settings(plan),
-            layouts=plan.layouts,
-            commits=bool(plan.commit_every),
-            assemble=functools.partial(_components, plan, model, optimizer, files, meter, timeline),
+            model,
+            TrainingState(model, plan.device.torch, optimizer, lr_scheduler, loader, settings, plan.layouts, commits),
+            functools.partial(_components, plan, model, optimizer, files, meter, timeline),
         )
     except BaseException:
         with contextlib.suppress(Exception):  # the first error is the one that is raised
@@ -188,7 +183,7 @@ def assemble(
             folder, data = os.path.join(config.drives[0], config.offload.run), state.where_data_goes_on()
             line = f"resuming after step {state.global_steps} of the run in {folder}{data}"
             notices = (*notices, Headline(line), *changes)
-        elif plan.commit_every:
+        elif plan.memory.commit_every:
             # Step 0: a kill during the first step then resumes from the initial weights.
             store.commit(0, state.take().pack())
         meter.begin()
@@ -212,7 +207,8 @@ def _components(
     The components store the callbacks of the engine, which is not complete yet, and call them only later. If a step
     fails, the steps before it are undone, except for files.
     """
-    config, device, world, parts, placement = plan.config, plan.device, plan.world, plan.parts, plan.placement
+    config, device, world = plan.config, plan.device, plan.world
+    parts, placement = plan.memory.parts, plan.memory.placement
     dtypes = [mode.weight_dtype for mode in plan.modes]
     # The order matters: memory first, then the pager, the partitions and their values. Hooks come after the model has
     # given up its weights, and the update worker, whose thread uses all of them, comes last.
@@ -220,7 +216,7 @@ def _components(
         # Each component that owns memory or a thread is closed by an error, in reverse order.
         copied = None
         if not device.host_addressable:
-            copied = copied_memory(parts, placement.tiers, placement.promoted, plan.updates_early)
+            copied = copied_memory(parts, placement.tiers, placement.promoted, plan.memory.updates_early)
         budget = config.offload.host_memory
         host = HostArena(placement.classes, device, process_memory(), budget, callbacks.give_cache, copied)
         undo.callback(host.close)
@@ -233,7 +229,7 @@ def _components(
                 plan.layouts,
                 placement,
                 plan.shares,
-                plan.mode,
+                plan.memory.mode,
                 plan.in_place_layouts,
                 gathered=world.ranks.gathers,
                 host_addressable=parts.host_addressable,
@@ -242,11 +238,11 @@ def _components(
             arena,
             device,
             files.source(),
-            limits(config, plan.mode),
+            limits(config, plan.memory.mode),
             # If each rank holds whole weights, ranks meet only to reduce gradients and at step(), not when a unit is
             # used.
             agreement if isinstance(agreement, Rounds) and world.ranks.gathers else None,
-            expand=expander(plan.layouts, plan.mode.weight_dtype),
+            expand=expander(plan.layouts, plan.memory.mode.weight_dtype),
             timeline=timeline,
         )
         undo.callback(pager.close)
@@ -257,7 +253,7 @@ def _components(
         # before. Uploads run on a stream of their own and must come after those kernels.
         device.synchronize()
         shards = LocalShards(
-            mode=plan.mode,
+            mode=plan.memory.mode,
             layouts=plan.layouts,
             shares=plan.shares,
             nbytes=parts.nbytes,
@@ -266,7 +262,7 @@ def _components(
             pager=pager,
             device=device,
             store=files.store,
-            deferred=set(placement.deferred(parts, plan.slots, plan.commit_every)),
+            deferred=set(placement.deferred(parts, plan.memory.slots, plan.memory.commit_every)),
             model_files=files.model_files,
         )
         forms = _forms(plan)
@@ -337,7 +333,7 @@ def _components(
         if any(parts.trainable_numel):
             scratch = host.tiles.take(placement.scratch_nbytes) if placement.scratch_nbytes else None
             setting = UpdateSetting(
-                mode=plan.mode,
+                mode=plan.memory.mode,
                 layouts=plan.layouts,
                 parts=plan.trainable,
                 whole=parts.whole,
@@ -421,7 +417,7 @@ class RunFiles:
         self._made = False
         inputs_on_disk = plan.config.drives and plan.config.activation_tier in ("cpu", "nvme", "auto")
         # Without a file to read or write no I/O thread is started. Last, since nothing would close the queue.
-        on_files = plan.slots or plan.placement.spilled or inputs_on_disk or plan.in_place
+        on_files = plan.memory.slots or plan.memory.placement.spilled or inputs_on_disk or plan.in_place
         self.queue = _queue(plan.config) if on_files else None
 
     def open(self, model: nn.Module, optimizer: Optimizer) -> Snapshot | None:
@@ -431,14 +427,14 @@ class RunFiles:
         """
         plan, queue = self._plan, self.queue
         self.base_files = base_files(model)
-        if queue is None or not plan.slots:
+        if queue is None or not plan.memory.slots:
             return None
         config, world = plan.config, plan.world
-        layout = describe(plan.layouts, plan.mode, world.ranks.mesh.shards, world.ranks.mesh.replicas)
+        layout = describe(plan.layouts, plan.memory.mode, world.ranks.mesh.shards, world.ranks.mesh.replicas)
         # Only a grid has a description of itself; the layout of any other store lacks the key.
         layout |= world.description
         about = about_saved(model, world.divides_model, self.base_files)
-        spec = plan.placement.store(plan.parts, plan.slots, plan.shadowed, layout, about)
+        spec = plan.memory.placement.store(plan.memory.parts, plan.memory.slots, plan.memory.shadowed, layout, about)
         if config.offload.resume == "never":
             run = Path(config.drives[0]) / config.offload.run
             job = job_of(model, _settings(plan), optimizer, self._lr_scheduler)
@@ -449,7 +445,7 @@ class RunFiles:
             run=config.offload.run,
             spec=spec,
             layouts=plan.layouts,
-            mode=plan.mode,
+            mode=plan.memory.mode,
             shares=plan.shares,
             places=TensorPlaces(model, quantized=False) if plan.in_place else None,
             ranks=AllOrNothing(world.ranks, "give the run another number of ranks"),
@@ -461,14 +457,14 @@ class RunFiles:
         )
         new.ranks.by_first(lambda: finish(new.folders))
         line = None
-        if plan.resume and plan.slots == 2:
+        if plan.resume and plan.memory.slots == 2:
             line = reshard(new, queue, lambda progress: check_fits(progress, model, optimizer))
-        keep_every = config.offload.keep_every if plan.commit_every else 0
+        keep_every = config.offload.keep_every if plan.memory.commit_every else 0
         store = self.store = Store(
             new.drives, new.run, world.ranks.rank, spec, queue, self.written, self.spans, keep_every=keep_every
         )
         store.notices += [] if line is None else [line]
-        store.first_values = FirstWeights(plan.layouts, plan.mode, plan.shares, _files_of_frozen(plan, model))
+        store.first_values = FirstWeights(plan.layouts, plan.memory.mode, plan.shares, _files_of_frozen(plan, model))
         at = _last_commit_of_all(plan, store)
         if at is None:
             return None
@@ -493,12 +489,12 @@ class RunFiles:
             return self.store
         files = ModelFiles(plan.in_place_layouts, plan.stamps, self.queue, self.spans, self.store)
         self.model_files = self.read_only.enter_context(contextlib.closing(files))
-        if any(plan.parts.trainable_numel):
+        if any(plan.memory.parts.trainable_numel):
             if self.resumed:
                 files.expect(self.store.spec.files, self.store.folders[0].parent)
             else:
                 files.scan()
-            if plan.slots:
+            if plan.memory.slots:
                 self.store.name_files(files.described())
         return files
 
@@ -510,9 +506,9 @@ class RunFiles:
             StoreError: If there is no room.
         """
         plan = self._plan
-        if self.resumed or not plan.slots:
+        if self.resumed or not plan.memory.slots:
             return
-        if plan.commit_every:
+        if plan.memory.commit_every:
             scheduler_state(self._lr_scheduler)
         # All ranks take the first rank's id, which marks their folders as parts of one run.
         run_id = plan.world.everyone.share(uuid.uuid4().hex, "check its start")[0]
@@ -609,15 +605,20 @@ def _local_ranks(plan: Plan) -> int:
 def _commits(plan: Plan, files: RunFiles) -> Commits:
     offload, everyone, ranks = plan.config.offload, plan.world.everyone, _local_ranks(plan)
     if offload.drive_budget is None or not files.written.drives():
-        return Commits(plan.commit_every)
+        return Commits(plan.memory.commit_every)
     store, drives = files.store, len(plan.config.drives)
 
     return BudgetedCommits(
-        plan.commit_every,
+        plan.memory.commit_every,
         budget=DriveBudget.of(offload.drive_budget),
         # Files are striped, so each drive takes an equal share.
         written=Written(
-            *(ranks * nbytes / drives for nbytes in plan.placement.written(plan.parts, plan.slots, plan.commit_every))
+            *(
+                ranks * nbytes / drives
+                for nbytes in plan.memory.placement.written(
+                    plan.memory.parts, plan.memory.slots, plan.memory.commit_every
+                )
+            )
         ),
         thins=offload.thins_commits,
         keep_every=offload.keep_every,
@@ -638,18 +639,18 @@ def _settings(plan: Plan) -> StepSettings:
         total_batch_size=plan.batch.total,
         clip=plan.config.gradient_clipping,
         seed=plan.config.offload.seed,
-        overlap=plan.placement.overlaps_updates(
+        overlap=plan.memory.placement.overlaps_updates(
             plan.config.offload.debug.overlap,
             on_cpu=plan.device.host_addressable,
-            alone=plan.parts.alone,
-            slots=plan.slots,
+            alone=plan.memory.parts.alone,
+            slots=plan.memory.slots,
         ),
         config=plan.config,
-        gradients=plan.parts.gradients.values,
+        gradients=plan.memory.parts.gradients.values,
         scaler=LossScaler(plan.config.fp16)
         if plan.config.dtype == "fp16"
         else NoLossScaler(skips=plan.config.offload.on_nonfinite == "skip"),
-        device_need=plan.placement.device_need,
+        device_need=plan.memory.placement.device_need,
     )
 
 
@@ -666,8 +667,8 @@ def _facts(plan: Plan, model: nn.Module) -> dict[str, Any]:
         "device": str(plan.device.torch),
         "ranks": plan.world.everyone.size,
         "samples_a_step": plan.batch.total,
-        "host_budget_bytes": sum(plan.placement.classes),
-        "device_budget_bytes": plan.placement.device_nbytes,
+        "host_budget_bytes": sum(plan.memory.placement.classes),
+        "device_budget_bytes": plan.memory.placement.device_nbytes,
         "drive_tbw": config.offload.drive_tbw,
         "drive_budget": config.offload.drive_budget,
         "drive_share": config.offload.drive_share,
@@ -734,10 +735,10 @@ def _extensions(
             callbacks,
             shards,
             gradients,
-            exact=not plan.parts.coded.largest,
+            exact=not plan.memory.parts.coded.largest,
         )
     if plan.device.host_addressable:
-        yield MemoryGuard(model, plan.placement.peak, host, arena, plan.world.everyone.here, callbacks)
+        yield MemoryGuard(model, plan.memory.placement.peak, host, arena, plan.world.everyone.here, callbacks)
 
 
 class CommunicationLog(Extension):
@@ -755,12 +756,14 @@ class CommunicationLog(Extension):
 def _agreement(plan: Plan, arena: DeviceArena, callbacks: EngineCallbacks, timeline: Timeline) -> Agreement:
     if plan.world.ranks.alone:
         return Agreement()
-    gathers, coded, node = WeightGathers(plan.world.ranks), plan.parts.coded, plan.parts.node
+    gathers, coded, node = WeightGathers(plan.world.ranks), plan.memory.parts.coded, plan.memory.parts.node
     if coded.largest:
         gathers = CodedWeightGathers(plan.world.ranks, plan.device, coded, arena.keep(coded.nbytes))
-    if plan.parts.joined_gathers:
-        sizes = unit_sizes(plan.layouts, plan.placement, plan.shares, plan.mode)
-        gathers = JoinedWeightGathers(plan.world.ranks, plan.device, sizes, arena.keep(plan.parts.joined_gathers))
+    if plan.memory.parts.joined_gathers:
+        sizes = unit_sizes(plan.layouts, plan.memory.placement, plan.shares, plan.memory.mode)
+        gathers = JoinedWeightGathers(
+            plan.world.ranks, plan.device, sizes, arena.keep(plan.memory.parts.joined_gathers)
+        )
     if node.nbytes:
         gathers = NodeGathers(gathers, node, plan.world.node, plan.device, arena.keep(node.nbytes))
     owned = {unit for unit, layout in enumerate(plan.layouts) if layout.ep_size > 1}
@@ -775,7 +778,7 @@ def shown_names(plan: Plan) -> list[str]:
 
 
 def _forms(plan: Plan) -> list[list[Values]]:
-    itemsize, device = plan.mode.weight_dtype.itemsize, plan.device.torch
+    itemsize, device = plan.memory.mode.weight_dtype.itemsize, plan.device.torch
 
     def form(unit: int, segment: ParameterSegment) -> Values:
         if segment.inner:
@@ -810,7 +813,7 @@ def _handles(plan: Plan, model: nn.Module, forms: Sequence[Sequence[StorageForm]
         for position, segment in enumerate(layout.segments):
             parameter = model.get_parameter(segment.parameter)
             if segment.stack:
-                empty = torch.empty(0, dtype=plan.mode.weight_dtype, device=device)
+                empty = torch.empty(0, dtype=plan.memory.mode.weight_dtype, device=device)
                 parameter = nn.Parameter(empty, parameter.requires_grad)
             handles[unit].append(
                 ParamHandle(
@@ -839,15 +842,15 @@ def _gradients(
     compute: ComputeSpans,
 ) -> GradientAccumulator:
     """Returns the accumulator of gradients, with its memory in the tiers of the plan, and its threads."""
-    dtypes, trainable, timeline = plan.parts.gradients, plan.trainable, pager.table.timeline
+    dtypes, trainable, timeline = plan.memory.parts.gradients, plan.trainable, pager.table.timeline
     with contextlib.ExitStack() as undo:
         spill: DiskSpill = NoSpill()
         downloads: DeviceToHost = NoDownloads()
-        if files.queue is not None and plan.placement.spilled:
+        if files.queue is not None and plan.memory.placement.spilled:
             spill = _spill(plan, files, files.queue, host, pager)
             undo.callback(spill.close)
         # The CPU cannot read gradients on such a device, so they are first copied to pinned staging buffers.
-        if any(plan.parts.trainable_numel) and not plan.device.host_addressable:
+        if any(plan.memory.parts.trainable_numel) and not plan.device.host_addressable:
             downloads = _downloads(plan, host, pager, timeline)
             undo.callback(downloads.close)
         common: dict[str, Any] = {
@@ -860,18 +863,18 @@ def _gradients(
             "spill": spill,
             # Gradients on the device keep their place for the whole run, so that no step allocates device memory.
             "on_device": {
-                unit: arena.keep(plan.parts.nbytes[unit][State.GRAD]).view(dtypes.stored)
-                for unit, tiers in enumerate(plan.placement.tiers)
+                unit: arena.keep(plan.memory.parts.nbytes[unit][State.GRAD]).view(dtypes.stored)
+                for unit, tiers in enumerate(plan.memory.placement.tiers)
                 if tiers.get(State.GRAD) is Tier.DEVICE
             },
-            "totals": {unit: arena.keep(nbytes).view(dtypes.sums) for unit, nbytes in plan.placement.added},
+            "totals": {unit: arena.keep(nbytes).view(dtypes.sums) for unit, nbytes in plan.memory.placement.added},
             "downloads": downloads,
             "timeline": timeline,
             "compute": compute,
         }
         accumulator: GradientAccumulator
-        if plan.parts.reduction is None:
-            completion = UnitCompletion(callbacks) if plan.updates_early else NoCompletion()
+        if plan.memory.parts.reduction is None:
+            completion = UnitCompletion(callbacks) if plan.memory.updates_early else NoCompletion()
             accumulator = GradientAccumulator(**common, completion=completion)
         else:
             assert isinstance(agreement, Rounds), "only several ranks reduce"
@@ -879,7 +882,7 @@ def _gradients(
                 **common,
                 device=plan.device,
                 device_arena=arena,
-                reduction=plan.parts.reduction,
+                reduction=plan.memory.parts.reduction,
                 rounds=agreement,
                 expert_shards=plan.world.expert_shards,
             )
@@ -892,13 +895,13 @@ def _downloads(plan: Plan, host: HostArena, pager: Pager, timeline: Timeline) ->
     buffers = [buffer for buffer in staging if buffer is not None]
     # Two buffers or more: one is filled by the device while the CPU reads another.
     assert len(buffers) == STAGING_BUFFERS, "the class was sized for them"
-    most = plan.parts.largest_gradient
+    most = plan.memory.parts.largest_gradient
     return DeviceToHost(plan.device, buffers, most, plan.device_kernels, pager.fail, pager.check, timeline=timeline)
 
 
 def _spill(plan: Plan, files: RunFiles, queue: SharedQueue, host: HostArena, pager: Pager) -> DiskSpill:
     """Returns the gradients on disk, with their windows in host memory."""
-    placement, parts = plan.placement, plan.parts
+    placement, parts = plan.memory.placement, plan.memory.parts
     buffers = [host.gradients.take(placement.window_numel * parts.gradient_dtype.itemsize) for _ in range(WINDOWS)]
     unit_windows = {
         unit: windows(borders(layout, part), parameter_starts(layout, part), placement.window_numel)
@@ -953,7 +956,7 @@ def _activations(
     # In host memory a copy of a tensor frees nothing, so only a drive helps a device that works there.
     if tier == "device" or (on_cpu and queue is None):
         return UnitCheckpoints(blocks, config, device, partitions)
-    room = plan.placement.inputs_nbytes
+    room = plan.memory.placement.inputs_nbytes
     at_once = (len(blocks) or None) if block.contiguous_memory_optimization else None
     memory = HostBlocks(
         device, process_memory(), config.offload.host_memory, 0 if tier == "nvme" or on_cpu else room, at_once

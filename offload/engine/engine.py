@@ -54,7 +54,6 @@ from offload.engine.gradients import ZeroGrad
 from offload.engine.keywords import refuse
 from offload.engine.memory_guard import HostWatch
 from offload.engine.micro_batches import MicroBatchGenerators, StageCalls
-from offload.engine.optimizer import Optimizer
 from offload.engine.shutdown import Shutdown
 from offload.engine.snapshot import persistent_buffers
 from offload.engine.state import StepSettings, TrainingState, resized
@@ -63,7 +62,6 @@ from offload.engine.update_strategy import UnitUpdate, cut
 from offload.errors import OffloadError, UsageError
 from offload.interrupts import defer_signals, interruptible, uninterrupted
 from offload.launch.environment import rank_number
-from offload.layout.flat_layout import UnitLayout
 from offload.layout.pass_order import Schedule
 from offload.model_io.save import PretrainedWriter, SaveOptions
 from offload.notices import Headline, announce
@@ -92,42 +90,32 @@ class EngineCore(EngineCallbacks):
     """The components of one engine, their shared training state, and the order in which a call enters them."""
 
     def __init__(
-        self,
-        *,
-        module: nn.Module,
-        device: torch.device,
-        optimizer: Optimizer,
-        lr_scheduler: Any,
-        loader: Loader | None,
-        settings: StepSettings,
-        layouts: Sequence[UnitLayout],
-        commits: bool,
-        assemble: Callable[[EngineCallbacks], EngineComponents],
+        self, module: nn.Module, state: TrainingState, assemble: Callable[[EngineCallbacks], EngineComponents]
     ) -> None:
         """Builds the components by `assemble`, and takes over the model and the optimizer.
 
         If a later step of this constructor fails, the components are closed.
         """
-        self.module, self.device, self.optimizer = module, device, optimizer
-        self.state = TrainingState(module, device, optimizer, lr_scheduler, loader, settings, layouts, commits)
+        self.module, self.state = module, state
+        self.device, self.optimizer, settings = state.device, state.optimizer, state.settings
         self.accumulation = GradientAccumulation()
         self._missed_gradient_reported = False
         components = self.components = assemble(self)  # calls no callback: attributes set below do not exist yet
         self.state.pass_schedule = components.schedule
         try:
             self.checkpoints = Checkpoints(module, components, self.state)
-            self.optimizer_step = OptimizerStep(components, self.state, self.accumulation, module, optimizer)
+            self.optimizer_step = OptimizerStep(components, state, self.accumulation, module, self.optimizer)
             shards, need = components.shards, settings.device_need
             self.device_budget = DeviceBudget(module, components.pager, components.gradients, shards.device, need)
             self.sleeping = Sleep(components, self.device_budget)
             self.host_watch = HostWatch(components, settings.config.offload.memory_watch)
-            self.inputs = InputCast(device, components.shards.mode.weight_dtype, settings.config.casts_inputs)
+            self.inputs = InputCast(self.device, components.shards.mode.weight_dtype, settings.config.casts_inputs)
             self.param_access = ParamAccess(components, self)
             self.pretrained_writer = PretrainedWriter(module, components)
             self.base_bytes = base_bytes(components)
             """Resident bytes of the process when the engine was built, without the memory of engines."""
             states = OptimizerStates(self.param_access, self.state)
-            optimizer.attach(self.end_step, self.forget_gradients, self.state.regrouped, states)
+            self.optimizer.attach(self.end_step, self.forget_gradients, self.state.regrouped, states)
             module.__dict__["zero_grad"] = ZeroGrad(module, self.forget_gradients)
             self.shutdown = Shutdown(module, components, self.state, self._enter_end)
         except BaseException:

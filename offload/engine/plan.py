@@ -70,8 +70,8 @@ from offload.layout.pass_order import (
     transfers,
 )
 from offload.layout.peak_memory import BesideBudgets
-from offload.layout.placement import MachineMemory, Placement, device_fixed
-from offload.layout.tiers import Partitions, check_node
+from offload.layout.placement import MachineMemory, device_fixed
+from offload.layout.tiers import check_node
 from offload.layout.units import Table, Units, blocks_of, tied_numel
 from offload.layout.vocabulary import cut_tables
 from offload.model_io.deferred import is_deferred, origin_of
@@ -113,21 +113,12 @@ class Plan:
     device: Device
     world: World
     """All processes that train together, and the position of this process among them."""
-    mode: Mode
+    memory: MemoryPlan
+    """Mode, tiers and placement of all states, and the slots of the store."""
     units: Units
     layouts: tuple[UnitLayout, ...]
-    parts: Partitions
-    placement: Placement
-    slots: int
-    """Slots of each partition in the store: 2 if durable, 1 if not, 0 without a store."""
-    shadowed: frozenset[int]
-    """Units with one slot more than `slots`."""
-    updates_early: bool
-    """True if updates may begin under the backward."""
     buffer_dtype: torch.dtype | None
     """Dtype of floating-point buffers; None leaves them unchanged."""
-    commit_every: int
-    """Steps between commits; 0 without commits."""
     resume: bool
     replace: bool
     """True to delete an existing run of this name: with "restart" any run, with "never" only a closed run."""
@@ -158,7 +149,7 @@ class Plan:
     @property
     def modes(self) -> tuple[Mode, ...]:
         """Mode of each unit. It is the run's mode, or the same mode with weights in fp32."""
-        return tuple(layout.mode_in(self.mode) for layout in self.layouts)
+        return tuple(layout.mode_in(self.memory.mode) for layout in self.layouts)
 
     @property
     def trainable(self) -> tuple[range, ...]:
@@ -310,16 +301,10 @@ def decide(
         batch=batch,
         device=device,
         world=world,
-        mode=memory.mode,
+        memory=memory,
         units=units,
         layouts=layouts,
-        parts=memory.parts,
-        placement=memory.placement,
-        slots=memory.slots,
-        shadowed=memory.shadowed,
-        updates_early=memory.updates_early,
         buffer_dtype=buffers,
-        commit_every=memory.commit_every,
         resume=resume,
         replace=config.offload.resume == "restart" or bool(replaced),
         device_kernels=device_kernels,
@@ -342,7 +327,7 @@ def decide(
 def _place_notices(plan: Plan, places: TensorPlaces) -> tuple[str, ...]:
     """Returns notices on the weights that are read from the model's own files, and on the first that is not."""
     read = [layout for layout in plan.in_place_layouts if layout is not None]
-    trains, lines = any(plan.parts.trainable_numel), list[str]()
+    trains, lines = any(plan.memory.parts.trainable_numel), list[str]()
     if read:
         units = f"{count_of(len(read), 'unit')} of {len(plan.layouts)} ({format_size(sum(u.nbytes for u in read))})"
         files = len({extent.path for layout in read for extent in layout.extents})
@@ -350,7 +335,7 @@ def _place_notices(plan: Plan, places: TensorPlaces) -> tuple[str, ...]:
         lines.append(f"{units} are read from {count_of(files, 'file')} of the model at each use; {nothing}")
     others, nbytes, first = 0, 0, ""
     for unit, (layout, mode) in enumerate(zip(plan.layouts, plan.modes, strict=True)):
-        resident = plan.placement.tiers[unit][State.WEIGHT] is Tier.DEVICE
+        resident = plan.memory.placement.tiers[unit][State.WEIGHT] is Tier.DEVICE
         segments = [segment for segment in layout.segments if not segment.trainable]
         if layout.in_files or not segments or (resident and not trains):
             continue
@@ -659,26 +644,26 @@ def summary(plan: Plan, store: StoreSpec) -> str:
 
     `store` are the contents of the swap files.
     """
-    placement = plan.placement
+    memory, placement = plan.memory, plan.memory.placement
     details: list[str] = []
     budgeted = _under_budget(plan)
-    if plan.commit_every:
-        often = "each step" if plan.commit_every == 1 else f"every {plan.commit_every} steps"
-        without = placement.store(plan.parts, 1).nbytes
+    if memory.commit_every:
+        often = "each step" if memory.commit_every == 1 else f"every {memory.commit_every} steps"
+        without = placement.store(memory.parts, 1).nbytes
         details += [f"durable {budgeted or often}", f"{format_size(without)} with durability none"]
-    elif budgeted and any(plan.parts.trainable_numel):
+    elif budgeted and any(memory.parts.trainable_numel):
         details.append(budgeted)
     if store.shadowed:
-        without = placement.store(plan.parts, plan.slots).nbytes
+        without = placement.store(memory.parts, memory.slots).nbytes
         details += [f"{format_size(without)} without a slot for updates under the backward"]
-    elif plan.resume and plan.updates_early and plan.commit_every > 1:
+    elif plan.resume and memory.updates_early and memory.commit_every > 1:
         details += ["no third slot, so updates begin under the backward in the step after a commit alone"]
     durable = f" ({'; '.join(details)})" if details else ""
     states, clipped = "", ""
-    if any(plan.parts.trainable_numel):
+    if any(memory.parts.trainable_numel):
         clip = plan.config.gradient_clipping
         clipped = f"; gradients clipped to a norm of {clip:g}" if clip else "; gradients not clipped"
-        tiers = placement.tiers_of(*(state for state in plan.mode.states if state is not State.WEIGHT))
+        tiers = placement.tiers_of(*(state for state in memory.mode.states if state is not State.WEIGHT))
         # SGD without momentum keeps no state.
         moments = f"states on {tiers}" if tiers else "no states"
         states = f", {moments}{', gradients on disk' if placement.spilled else ''}"
@@ -687,7 +672,8 @@ def summary(plan: Plan, store: StoreSpec) -> str:
     )
     more = "" if placement.peak.activations or not plan.device.host_addressable else " and activations"
     return Headline(
-        f"{plan.mode.name} on {plan.device.torch}: weights on {placement.tiers_of(State.WEIGHT) or 'nothing'}{states}; "
+        f"{memory.mode.name} on {plan.device.torch}: weights on "
+        f"{placement.tiers_of(State.WEIGHT) or 'nothing'}{states}; "
         f"host {format_size(sum(placement.classes))}, device {format_size(placement.device_nbytes)}"
         f"{' (of one memory)' if plan.device.unified else in_place}, swap files {format_size(store.nbytes)}{durable}; "
         f"RAM at most {format_size(sum(placement.peak))} more{more}{clipped}"
@@ -701,14 +687,14 @@ def _under_budget(plan: Plan) -> str:
     if offload.drive_budget is None:
         return ""
     budget, drives = DriveBudget.of(offload.drive_budget), len(plan.config.drives)
-    written = plan.placement.written(plan.parts, plan.slots, plan.commit_every)
+    written = plan.memory.placement.written(plan.memory.parts, plan.memory.slots, plan.memory.commit_every)
     each_step, at_commit = (nbytes / max(drives, 1) for nbytes in written)
-    often = "each step" if plan.commit_every == 1 else f"every {plan.commit_every} steps"
-    if not plan.commit_every:
+    often = "each step" if plan.memory.commit_every == 1 else f"every {plan.memory.commit_every} steps"
+    if not plan.memory.commit_every:
         words = f"{budget.text} (drive_budget)"
     elif not offload.thins_commits:
         words = f"{often} as the config promises, whatever {budget.text} (drive_budget) allows"
-        each_step += at_commit / plan.commit_every
+        each_step += at_commit / plan.memory.commit_every
     elif at_commit:
         words = (
             f"as often as {budget.text} (drive_budget) allows, {format_decimal(at_commit)} to a drive at each commit "
@@ -754,7 +740,7 @@ def line_for_a_loop_of_calls(plan: Plan) -> str | None:
 
 def _transfers(plan: Plan, order: Schedule) -> Transfers:
     """Returns the bytes of this rank that a step moves in an order; on a CPU those of the drives alone."""
-    parts, placement = plan.parts, plan.placement
+    parts, placement = plan.memory.parts, plan.memory.placement
     rows = list(enumerate(placement.tiers))
     moving = [unit for unit, row in rows if not parts.device_resident(unit, row)]
     nbytes = {unit: parts.nbytes[unit][State.WEIGHT] for unit in moving}
@@ -769,7 +755,7 @@ def _transfers(plan: Plan, order: Schedule) -> Transfers:
         kept=room * weights // max(whole, 1),
         on_disk=sum(nbytes[unit] for unit in moving if placement.tiers[unit][State.WEIGHT] is Tier.DISK),
         cached=placement.classes.cache - parts.pages_nbytes(placement.promoted),
-        gradient=sum(parts.trainable_numel[unit] for unit in sent) * plan.mode.weight_dtype.itemsize,
+        gradient=sum(parts.trainable_numel[unit] for unit in sent) * plan.memory.mode.weight_dtype.itemsize,
         total=sum(parts.nbytes[unit][State.GRAD] for unit in sent),
         added=sum(nbytes for _, nbytes in placement.added),
     )

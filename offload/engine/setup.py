@@ -130,20 +130,8 @@ def initialize(
         RankError: If another rank has ended before it made its engine.
     """
     return start(
-        args,
-        model,
-        optimizer,
-        model_parameters,
-        training_data,
-        lr_scheduler,
-        collate_fn,
-        config,
-        config_params,
-        mpu,
-        dist_init_required,
-        distributed_port,
-        mesh_param,
-        plain,
+        *(args, model, optimizer, model_parameters, training_data, lr_scheduler, collate_fn, config, config_params),
+        *(mpu, dist_init_required, distributed_port, mesh_param, plain),
     )
 
 
@@ -281,10 +269,10 @@ def make_plan(
     places = frozen_places(config, model, world)
     plan = decide(config, batch, model, device, world, optimizer.rule, states, matrices, places, beside, whole_steps)
     codes, experts = config.zero_optimization.sends_codes, bool(plan.units.experts)
-    check_tensor_parallel(world, plan.mode, plan.layouts, experts, bool(plan.tiled_mlps), codes)
+    check_tensor_parallel(world, plan.memory.mode, plan.layouts, experts, bool(plan.tiled_mlps), codes)
     check_units(world.sequence.size, experts)
-    world = dataclasses.replace(world, node=form_node(world.ranks, plan.parts.node.ranks))
-    ModuleEntries(model, commits=bool(plan.commit_every))  # refuses entries that no commit could contain
+    world = dataclasses.replace(world, node=form_node(world.ranks, plan.memory.parts.node.ranks))
+    ModuleEntries(model, commits=bool(plan.memory.commit_every))  # refuses entries that no commit could contain
     notices = (*plan.notices, *_as_trained(plan, model))
     if world.divides_model and saved_names(model) is not None:
         notices += (
@@ -346,7 +334,7 @@ def _check_same_data(everyone: Ranks, data: Any) -> None:
 
 def _as_trained(plan: Plan, model: nn.Module) -> tuple[str, ...]:
     """Returns notices if training differs from the model's own settings, or from older DeepSpeed with this config."""
-    config, parts, mesh = plan.config, plan.parts, plan.world.ranks.mesh
+    config, parts, mesh = plan.config, plan.memory.parts, plan.world.ranks.mesh
     lines: list[str] = []
     if "gradient_clipping" not in config.model_fields_set:
         why = "since the config does not say"
@@ -368,7 +356,7 @@ def _as_trained(plan: Plan, model: nn.Module) -> tuple[str, ...]:
             reduced += '; "stage": 0 without "mics_shard_size" keeps all of them on each rank, as in DeepSpeed'
         gathers = "weights are gathered for each use"
         if config.weight_tier == "none":
-            need, nbytes = plan.placement.device_need, plan.placement.device_nbytes
+            need, nbytes = plan.memory.placement.device_need, plan.memory.placement.device_nbytes
             gathers = "gathered weights stay on the device until their update"
             if nbytes < need.weights and need.most < need.weights:
                 gathers = (
@@ -407,7 +395,7 @@ def _as_trained(plan: Plan, model: nn.Module) -> tuple[str, ...]:
             "model.float() before initialize to silence this message"
         )
     named_by_config = config.offload.keep_in_fp32 != "auto"
-    return (*lines, *precision_notices(model, plan.mode.weight_dtype, plan.units.in_fp32, named_by_config))
+    return (*lines, *precision_notices(model, plan.memory.mode.weight_dtype, plan.units.in_fp32, named_by_config))
 
 
 def check_model_type(model: Any) -> nn.Module:
