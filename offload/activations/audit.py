@@ -92,8 +92,6 @@ def different(first: Mapping[str, int], again: Mapping[str, int]) -> list[str]:
 
 
 class _Call:
-    """The audited call of a block."""
-
     def __init__(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], device: torch.device) -> None:
         leaves, self._tree = tree_flatten(without_cache(args, kwargs))
         # Detached and not copied: a copy would have another layout, with which kernels may round differently.

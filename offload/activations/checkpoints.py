@@ -85,8 +85,6 @@ class _Weight(NamedTuple):
 
 
 class _Call:
-    """A call of a block that has begun and not ended."""
-
     def __init__(self, module: nn.Module) -> None:
         self.module = module
         self.generator: Generator[None, None, None] | None = None

@@ -116,8 +116,6 @@ Chunk = tuple[int, int]
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class _TiledCall:
-    """One call of a tiled module."""
-
     module: nn.Module
     run: Callable[[torch.Tensor], Any]
     """The module's own forward."""

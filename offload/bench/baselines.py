@@ -7,7 +7,6 @@ import importlib
 import os
 import resource
 import time
-from collections.abc import Callable, Sequence
 from typing import Any
 
 from offload.aio.measure import TimedTransfer
@@ -30,22 +29,12 @@ def check(name: str) -> None:
         raise ConfigError(f"{name} needs libaio.so.1 (Debian: apt install libaio1): {error}") from error
 
 
-def open_contender(
-    name: str, paths: Sequence[str], buffer: memoryview, block_bytes: int, depth: int
-) -> PythonContender:
-    """Returns a contender that moves `buffer` to and from a file.
-
-    Only the first path is used, since these packages do not stripe. The buffer is the caller's.
-    """
-    run = _aiofiles if name == "aiofiles" else _libaio
-    return PythonContender(run, paths[0], buffer, block_bytes, depth)
-
-
 class PythonContender:
-    """A contender that moves the file with a function of (path, [(offset, block, writes)], depth)."""
+    """A contender that moves the caller's buffer to and from a file with one of `NAMES`."""
 
-    def __init__(self, run: Callable[..., None], path: str, buffer: memoryview, block_bytes: int, depth: int) -> None:
-        self._run, self._path, self._depth = run, path, depth
+    def __init__(self, name: str, path: str, buffer: memoryview, block_bytes: int, depth: int) -> None:
+        self._run = _aiofiles if name == "aiofiles" else _libaio
+        self._path, self._depth = path, depth
         nbytes = min(len(buffer), os.stat(path).st_size)
         starts = range(0, nbytes // block_bytes * block_bytes, block_bytes)
         self._blocks = [(start, buffer[start : start + block_bytes]) for start in starts]

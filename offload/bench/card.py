@@ -412,8 +412,6 @@ Tell = Callable[[str], None]
 
 
 class _Card:
-    """A run of the command."""
-
     def __init__(self, plan: CardPlan, folder: Path, tell: Tell, save: Save) -> None:
         self._plan, self._folder, self._tell, self._save = plan, folder, tell, save
         self._end = time.monotonic() + 60 * plan.minutes

@@ -228,7 +228,8 @@ def _open(case: Case, plan: IoPlan, file: StripedFile, buffer: memoryview) -> Co
     paths = [part.path for part in file.parts()]
     if case.backend.startswith("fio "):
         return Fio(paths, case.backend.removeprefix("fio "), case.block_bytes, case.depth, plan.nbytes)
-    return baselines.open_contender(case.backend, paths, buffer, case.block_bytes, case.depth)
+    # These packages do not stripe.
+    return baselines.PythonContender(case.backend, paths[0], buffer, case.block_bytes, case.depth)
 
 
 def _row(case: Case, operation: str, passes: Passes, contender: Contender) -> IoRow:
@@ -261,8 +262,6 @@ def _of_fio(case: Case, operation: str, passes: Passes) -> float | None:
 
 
 class _Queue:
-    """A contender that uses an `IoQueue`."""
-
     def __init__(self, case: Case, plan: IoPlan, file: StripedFile, buffer: memoryview) -> None:
         self._queue = IoQueue(case.backend, block_bytes=case.block_bytes, depth=case.depth)
         self._file, self._buffer, self._request_bytes = file, buffer, plan.request_bytes

@@ -460,8 +460,6 @@ class _Compute(torch.autograd.Function):
 
 
 class _Unit(nn.Module):
-    """A unit with one parameter."""
-
     def __init__(self, load: Load) -> None:
         super().__init__()
         self._load = load
@@ -478,8 +476,6 @@ class _Unit(nn.Module):
 
 
 class _Model(nn.Module):
-    """A chain of units."""
-
     def __init__(self, units: int, load: Load) -> None:
         super().__init__()
         self.units = nn.ModuleList(_Unit(load) for _ in range(units))

@@ -73,8 +73,6 @@ class _Entry(NamedTuple):
 
 
 class _DcpFolder:
-    """The entries of a folder, and their values."""
-
     def __init__(self, folder: Path) -> None:
         self._folder = folder
         # Everything in it is a record without behaviour: torch's own reader would run code that the pickle names.
@@ -169,8 +167,6 @@ def _runs(shape: Sequence[int], offsets: Sequence[int], sizes: Sequence[int]) ->
 
 
 class _Optimizer(NamedTuple):
-    """The optimizer's entries."""
-
     states: Mapping[str, Mapping[str, _Entry]]
     """By parameter and state."""
     groups: Sequence[Mapping[str, Any]]

@@ -500,7 +500,8 @@ def _why_off(model: type[Block], name: str, value: Any, on: bool) -> str | None:
         return "an empty block"
     known = name in model.model_fields or name in model.TUNING
     if name in model.REFUSED:
-        return None if _asks_for_refused(name, value) else "off; on, it would be refused"
+        splits_nothing = name.endswith("_size") and value in (-1, 1)
+        return None if _is_on(value) and not splits_nothing else "off; on, it would be refused"
     if name in model.UNSUPPORTED:
         return None if _is_on(value) else "off; on, it would be ignored"
     if known and not on and name != "enabled":
@@ -508,12 +509,6 @@ def _why_off(model: type[Block], name: str, value: Any, on: bool) -> str | None:
     if known and value is None and _means_default(value, name, model):
         return "null, which is the default"
     return None
-
-
-def _asks_for_refused(name: str, value: Any) -> bool:
-    """Returns True if the value of a refused key switches its feature on."""
-    splits_nothing = name.endswith("_size") and value in (-1, 1)
-    return _is_on(value) and not splits_nothing
 
 
 def _note_unknown(model: type[Block], key: Any, path: str, findings: Findings) -> None:

@@ -31,29 +31,24 @@ from __future__ import annotations
 import contextlib
 import functools
 from collections import deque
-from collections.abc import Callable, Container, Iterable, Mapping, Sequence
+from collections.abc import Callable, Container, Iterable, Sequence
 from dataclasses import replace
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
 from offload.distributed.agreement import Rounds
 from offload.distributed.process_group import CollectiveWork, Ranks
-from offload.engine.callbacks import EngineCallbacks, GradientStats
-from offload.engine.gradient_transfer import DeviceToHost, DiskSpill
+from offload.engine.callbacks import GradientStats
 from offload.engine.gradients import AddGradient, GradientAccumulator, flat
-from offload.engine.micro_batches import PassSchedule
 from offload.errors import RankError
 from offload.interrupts import uninterrupted
 from offload.kernels.blocks import dequantize, quantize
-from offload.layout.flat_layout import UnitLayout
 from offload.layout.placement import CHUNK
-from offload.layout.tiers import CODES, GradientDtypes, Reduction
-from offload.metrics.meter import NO_SPANS, ComputeSpans
+from offload.layout.tiers import CODES, Reduction
 from offload.swapper.memory.device import DONE, Device, Event
 from offload.swapper.memory.device_arena import DeviceArena
-from offload.swapper.memory.host_arena import HostArena
-from offload.timeline import OFF, Row, Timeline
+from offload.timeline import Row
 
 # -- gradients -----------------------------------------------------------------------------------------
 #
@@ -254,38 +249,20 @@ class ReduceScatterAccumulator(GradientAccumulator):
 
     def __init__(
         self,
-        layouts: Sequence[UnitLayout],
-        parts: Sequence[range],
-        arena: HostArena,
-        dtypes: GradientDtypes,
-        schedule: PassSchedule,
-        callbacks: EngineCallbacks,
         *,
-        spill: DiskSpill,
-        on_device: Mapping[int, torch.Tensor],
-        totals: Mapping[int, torch.Tensor],
-        downloads: DeviceToHost,
         device: Device,
         device_arena: DeviceArena,
         reduction: Reduction,
         rounds: Rounds,
         expert_shards: Ranks,
-        timeline: Timeline = OFF,
-        compute: ComputeSpans = NO_SPANS,
+        **common: Any,
     ) -> None:
-        """Allocates the buffers in the device arena. Arguments not listed are those of `GradientAccumulator`.
+        """Allocates the buffers in the device arena. `common` are the arguments of `GradientAccumulator`.
 
         `expert_shards` are the ranks among which the gradients of experts are reduced that ranks own.
         """
-        super().__init__(
-            *(layouts, parts, arena, dtypes, schedule, callbacks),
-            spill=spill,
-            on_device=on_device,
-            totals=totals,
-            downloads=downloads,
-            timeline=timeline,
-            compute=compute,
-        )
+        super().__init__(**common)
+        layouts, parts, dtypes = self._layouts, self._parts, self.dtypes
         self._ranks, self._rounds, self._device = rounds.ranks, rounds, device
         self._sharing = [rounds.ranks if layout.ep_size == 1 else expert_shards for layout in layouts]
         """The ranks that divide the gradients of each unit."""

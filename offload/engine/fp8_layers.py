@@ -64,7 +64,7 @@ def fp8_layers(model: nn.Module, config: Config, device: torch.device) -> Iterat
 def _recipe(config: Config, device: torch.device) -> tuple[Any, Any]:
     """Returns torchao's function that converts a model, and its settings."""
     emulate = config.fp8.emulate
-    if not emulate and (device.type != "cuda" or not _has_products(device)):
+    if not emulate and (device.type != "cuda" or torch.cuda.get_device_capability(device) < _LEAST_CAPABILITY):
         raise ConfigError(
             f'"fp8" needs a GPU with products in fp8 (compute capability 8.9 or later), and this run computes on '
             f'{device}: switch it off, or set "emulate": true in the block to round as fp8 does, which saves no time'
@@ -77,10 +77,6 @@ def _recipe(config: Config, device: torch.device) -> tuple[Any, Any]:
         ) from error
     settings = Float8LinearConfig.from_recipe_name(config.fp8.recipe)
     return convert_to_float8_training, dataclasses.replace(settings, emulate=emulate)
-
-
-def _has_products(device: torch.device) -> bool:
-    return torch.cuda.get_device_capability(device) >= _LEAST_CAPABILITY
 
 
 def _check(model: nn.Module, config: Config, names: tuple[str, ...]) -> None:

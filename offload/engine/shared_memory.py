@@ -130,8 +130,9 @@ def _intervals(model: nn.Module) -> Iterator[_Interval]:
     def interval(name: str, tensor: torch.Tensor) -> Iterator[_Interval]:
         if id(tensor) not in seen and _has_memory(tensor):
             seen.add(id(tensor))
-            first = tensor.data_ptr()
-            yield _Interval(str(tensor.device), first, first + _extent(tensor) * tensor.itemsize, name, tensor)
+            first, strides = tensor.data_ptr(), zip(tensor.shape, tensor.stride(), strict=True)
+            extent = 1 + sum((size - 1) * stride for size, stride in strides)  # elements, with the gaps between them
+            yield _Interval(str(tensor.device), first, first + extent * tensor.itemsize, name, tensor)
 
     for name, parameter in model.named_parameters():
         if parameter.requires_grad and _has_memory(parameter) and _folded(parameter):
@@ -203,11 +204,6 @@ def _has_memory(tensor: torch.Tensor) -> bool:
     # Wrappers of other tensors, sparse tensors, tensors on meta and placeholders of an engine have none.
     wraps = isinstance(tensor, PagedTensor) or handle_of(tensor) is not None or inner_tensors(tensor) is not None
     return not wraps and tensor.layout is torch.strided and not tensor.is_meta and tensor.numel() > 0
-
-
-def _extent(tensor: torch.Tensor) -> int:
-    """Returns the number of elements from a tensor's first to its last element, including gaps between them."""
-    return 1 + sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
 
 
 def _folded(tensor: torch.Tensor) -> bool:

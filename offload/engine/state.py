@@ -443,11 +443,6 @@ class Differences:
         """Returns True if any setting differs."""
         return bool(self.changed)
 
-    @property
-    def of_schedule(self) -> bool:
-        """True if a parameter of the schedule has changed."""
-        return any(name.startswith(_OF_SCHEDULE) for name in self.changed)
-
     def __str__(self) -> str:
         """Returns all differences in words, each with both values."""
         return ", ".join(f"{name} {old} is now {new}{self._remark(name)}" for name, (old, new) in self.changed.items())
@@ -670,7 +665,7 @@ class TrainingState:
         self.global_samples = facts["global_samples"]
         self.client_state = from_plain(facts["client_state"])
         # Parameters of the same schedule have changed: its state is restored, then the new parameters apply to it.
-        self._schedule_changed = same_schedule and changed.of_schedule
+        self._schedule_changed = same_schedule and any(name.startswith(_OF_SCHEDULE) for name in changed.changed)
         notices += self._restore_schedule(facts["scheduler"]) if same_schedule else ()
         notices += self.pass_schedule.go_on(facts.get("turns"))
         # The first commit precedes every registration, so a run resumed from it may register any number of objects.

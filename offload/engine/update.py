@@ -1028,7 +1028,10 @@ class UpdateWorker(Updates):
             if lane is Lane.MEMORY and self._moments and (wanted in self._moments or not queue):
                 # The backward uses units in the reverse order.
                 unit = wanted if wanted in self._moments else next(reversed(self._moments))
-                return self._second_pass_of(self._moments.pop(unit))
+                update = self._moments.pop(unit)
+                self._timeline.begin(Row.UPDATES, self._moments_title(unit))
+                self._second_pass_began = time.monotonic()
+                return self._job_of(update, None, True, Lane.MEMORY, part=Writes.MOMENTS)
             if not queue:
                 return self._take_offer() if lane is Lane.STREAMED else None
             update = next((u for u in queue if u.unit == wanted), queue[0])
@@ -1046,11 +1049,6 @@ class UpdateWorker(Updates):
         self._timeline.begin(Row.UPDATES, self._shards.sizes[update.unit].title)
         delivered = host_buffer is not None or self._shards.sizes[update.unit].tier is Tier.DEVICE
         return self._job_of(update, host_buffer, delivered, lane, part=part)
-
-    def _second_pass_of(self, update: UnitUpdate) -> UnitJob:
-        self._timeline.begin(Row.UPDATES, self._moments_title(update.unit))
-        self._second_pass_began = time.monotonic()
-        return self._job_of(update, None, True, Lane.MEMORY, part=Writes.MOMENTS)
 
     def _takes_two_passes(self, update: UnitUpdate) -> bool:
         """Returns True if an update that begins writes the weights first. The caller holds the lock."""

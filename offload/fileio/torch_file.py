@@ -259,8 +259,6 @@ class _Part(io.RawIOBase):
 
 
 class _ArchiveRecord(NamedTuple):
-    """A record of an archive."""
-
     info: zipfile.ZipInfo
     end: int
     """First byte that belongs to the next record, or to the index."""
@@ -486,8 +484,6 @@ class _Program:
 
 
 class _TypedStorage(NamedTuple):
-    """A storage, and the dtype of its values."""
-
     storage: Storage
     dtype: torch.dtype
 

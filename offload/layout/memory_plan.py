@@ -262,15 +262,12 @@ def _joined_gathers(config: Config, layouts: Sequence[UnitLayout], mode: Mode) -
     """Returns the most bytes of units that ranks gather by one collective; 0 for one unit at a time."""
     zero, itemsize = config.zero_optimization, mode.weight_dtype.itemsize
     coded = zero.zero_quantized_weights or zero.zero_quantized_nontrainable_weights
-    if not zero.allgather_bucket_size or coded or zero.zero_hpz_partition_size > 1 or _owns_experts(layouts):
+    # The collectives of experts that ranks own join fewer ranks than those of other units.
+    experts = any(layout.ep_size > 1 for layout in layouts)
+    if not zero.allgather_bucket_size or coded or zero.zero_hpz_partition_size > 1 or experts:
         return 0
     sizes = [layout.numel * layout.mode_in(mode).weight_dtype.itemsize for layout in layouts]
     return _joined(zero.allgather_bucket_size * itemsize, sizes)
-
-
-def _owns_experts(layouts: Sequence[UnitLayout]) -> bool:
-    """Returns True if ranks own whole experts, whose collectives join fewer ranks than those of other units."""
-    return any(layout.ep_size > 1 for layout in layouts)
 
 
 def _alone(config: Config, world_size: int, replicas: int) -> bool:

@@ -114,8 +114,6 @@ def inside_adapters(model: nn.Module) -> Any:
 
 @dataclass(slots=True)
 class _ModelCall:
-    """A call of the model that is under way."""
-
     has_labels: bool
     """True if the call will compute a loss in chunks."""
     hidden: torch.Tensor | None = None

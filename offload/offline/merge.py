@@ -72,11 +72,6 @@ class _LowRank(NamedTuple):
     magnitude: Stored | None
     """(out,), norms of the rows of the merged weight with DoRA (arXiv 2402.09353, equation 5)."""
 
-    @property
-    def is_sum(self) -> bool:
-        """True if the output of a layer is that of its own weight plus a product."""
-        return self.start is None and self.magnitude is None
-
     def fits(self, shape: tuple[int, ...]) -> bool:
         out, into = self.b.shape[0], self.a.shape[1]
         product = (into, out) if self.transposed else (out, into)
@@ -166,7 +161,8 @@ class MergePlan:
         folder = _base_of(settings, adapter) if base is None else Path(local_model(base))
         if not folder.is_dir():
             raise ConfigError(f"there is no folder {folder}; give the folder of the base model by --base")
-        different = _different_base(adapter, folder)
+        weights = adapter / ADAPTER_WEIGHTS
+        different = find_difference(read_header(weights)[1], folder) if weights.is_file() else None
         if different is not None and base is None:
             raise StoreError(
                 f"{different}; put the file back, or give the folder of the model to take by --base, which may be "
@@ -179,7 +175,9 @@ class MergePlan:
         if unsafe is not None:
             raise ConfigError(f"{unsafe} is no safetensors file: load and save the base model by transformers once")
         model = deferred_model(folder)
-        changes = _changes(settings, _adapter_tensors(adapter), _places(model, folder), adapter, folder)
+        if not weights.is_file():
+            raise StoreError(f"{adapter} contains no {ADAPTER_WEIGHTS}; save the adapter as safetensors")
+        changes = _changes(settings, stored_tensors(weights), _places(model, folder), adapter, folder)
         notices = () if different is None else (different,)
         return cls(adapter=adapter, base=folder, tensors=tensors, changes=changes, model=model, notices=notices)
 
@@ -229,7 +227,11 @@ class MergePlan:
             origin = origin_of(parameter)
             change = self.changes.get(origin.name) if isinstance(origin, Stored) else None
             layer = self.model.get_submodule(name.rpartition(".")[0])
-            if isinstance(change, _LowRank) and change.is_sum and type(layer) in linear:
+            if (
+                isinstance(change, _LowRank)
+                and type(layer) in linear
+                and (change.start, change.magnitude) == (None, None)
+            ):
                 _add_product(layer, change)
             elif change is not None:
                 assert isinstance(origin, Stored)
@@ -365,21 +367,7 @@ def _base_of(settings: Mapping[str, Any], adapter: Path) -> Path:
     return base
 
 
-def _different_base(adapter: Path, folder: Path) -> str | None:
-    """Returns a sentence on a file of the base model that is another one than in training; None if there is none."""
-    path = adapter / ADAPTER_WEIGHTS
-    return find_difference(read_header(path)[1], folder) if path.is_file() else None  # reported with the tensors
-
-
-def _adapter_tensors(adapter: Path) -> dict[str, Stored]:
-    if not (adapter / ADAPTER_WEIGHTS).is_file():
-        raise StoreError(f"{adapter} contains no {ADAPTER_WEIGHTS}; save the adapter as safetensors")
-    return stored_tensors(adapter / ADAPTER_WEIGHTS)
-
-
 class _Parameter(NamedTuple):
-    """A parameter of the base model."""
-
     stored: Stored | None
     """The tensor of a file that has its values; None if the values are computed from several tensors."""
     tied: bool
@@ -388,7 +376,6 @@ class _Parameter(NamedTuple):
 
 
 def _places(model: torch.nn.Module, base: Path) -> dict[str, _Parameter]:
-    """Returns the parameters of the base model by each of their names."""
     config: Any = model.config
     if getattr(config, "quantization_config", None) is not None:
         raise ConfigError(f"the weights of {base} are quantized: give the folder of the model before by --base")

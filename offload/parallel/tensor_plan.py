@@ -105,7 +105,9 @@ def layer_styles(model: Any, size: int) -> dict[str, Style]:
     )
     kind = getattr(sys.modules.get("transformers"), "PreTrainedModel", ())
     plan: Mapping[str, str] = (getattr(model, "tp_plan", None) or {}) if isinstance(model, kind) else {}
-    named = {name: plan[rule] for name, _ in model.named_modules() if (rule := _wildcards(name)) in plan}
+    # Plans write stars for the numbers of layers.
+    rules = {name: re.sub(r"\.\d+(?=\.|$)", ".*", name) for name, _ in model.named_modules()}
+    named = {name: plan[rule] for name, rule in rules.items() if rule in plan}
     if not named:
         raise ConfigError(
             f"{request}, and {type(model).__name__} has no tensor-parallel plan of transformers for its layers: {other}"
@@ -224,8 +226,3 @@ def _row(device_type: str, size: int) -> Any:
     from torch.distributed.device_mesh import init_device_mesh
 
     return init_device_mesh(device_type, (dist.get_world_size() // size, size), mesh_dim_names=("dp", "tp"))["tp"]
-
-
-def _wildcards(name: str) -> str:
-    """Returns the name of a module as plans write it: numbers of layers are stars."""
-    return re.sub(r"\.\d+(?=\.|$)", ".*", name)

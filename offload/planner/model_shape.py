@@ -944,13 +944,11 @@ def repeated(shape: Shape, layers: int) -> Shape | None:
 
 
 def _layer_of(name: str) -> int | None:
-    """Returns the number of the layer in a name; None for a name outside of the layers."""
     matched = _BLOCK.match(name)
     return None if matched is None else int(matched.group().rpartition(".")[2])
 
 
 def _in_layer(name: str, layer: int | None) -> str:
-    """Returns a name in another layer."""
     matched = _BLOCK.match(name)
     if matched is None:
         return name
@@ -1157,13 +1155,9 @@ def _counted(
             if (module := id(model.get_submodule(name))) in per_token
         ),
         tables=tables,
-        capped=getattr(_text_config(text), "final_logit_softcapping", None) is not None,
+        # The config of the language model, where transformers has one of its own for it.
+        capped=getattr(getattr(text, "get_text_config", lambda: text)(), "final_logit_softcapping", None) is not None,
     )
-
-
-def _text_config(config: Any) -> Any:
-    """Returns the config of the language model in a config of transformers; any other config is returned as it is."""
-    return config.get_text_config() if hasattr(config, "get_text_config") else config
 
 
 def _begin(counter: Counter, needed: Sequence[int]) -> Any:

@@ -680,8 +680,6 @@ def _promising(ideas: Iterable[_Idea]) -> list[_Idea]:
 
 
 class _Idea(NamedTuple):
-    """A candidate change."""
-
     words: str
     option: str
     act: Callable[[float], Planned]

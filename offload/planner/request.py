@@ -318,7 +318,6 @@ def _load(request: PlanOptions, on_cpu: bool, chunked_loss: bool, content: Mappi
 
 
 def _durability(request: PlanOptions) -> str | dict[str, int]:
-    """Returns the value of the config's key."""
     word = request.durability or "auto"
     return {"every": int(word)} if word.isdecimal() else word
 

@@ -68,8 +68,6 @@ class _ConvertedChunk(NamedTuple):
 
 
 class _Run(NamedTuple):
-    """Elements of one parameter in a chunk."""
-
     at: int
     """First element, counted in the chunk."""
     numel: int

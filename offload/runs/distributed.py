@@ -146,8 +146,6 @@ def _groups(facts: Mapping[str, Any], plan: StatesPlan) -> list[dict[str, Any]]:
 
 
 class _Writing:
-    """A folder that is being written."""
-
     def __init__(self, folder: Path, tied: Mapping[str, str]) -> None:
         self._folder, self._tied = folder, tied
         self._numbers = itertools.count(1)

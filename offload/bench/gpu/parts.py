@@ -333,8 +333,6 @@ JOBS = tuple(f"{model} {dtype}" for model in _TINY for dtype in ("bf16", "fp32")
 
 
 class _Result(NamedTuple):
-    """The numbers of a training."""
-
     losses: list[float]
     norms: list[float]
     weights: dict[str, torch.Tensor]

@@ -331,7 +331,7 @@ def _time_loop(
             "host_memory": engine.host_memory,
             "device_memory": engine.device_memory,
             "notices": list(engine.notices),
-            "no_device_kernels": no_device_kernels(work.device),
+            "no_device_kernels": cuda.why_not(work.device) if work.device.type == "cuda" else None,
             "losses": losses,
         }
         save(figures)
@@ -341,14 +341,6 @@ def _time_loop(
     save(figures)
     watch(seen)
     return figures
-
-
-def no_device_kernels(device: torch.device) -> str | None:
-    """Returns the reason why the package's kernels do not run on a GPU and the host updates; None if they do.
-
-    Returns None for a CPU too.
-    """
-    return cuda.why_not(device) if device.type == "cuda" else None
 
 
 def timed(work: Work, end: float, act: Callable[[], float]) -> Iterator[tuple[list[float], float]]:

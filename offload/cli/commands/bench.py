@@ -29,8 +29,6 @@ from offload.sizes import format_size, parse_count, parse_size
 
 
 class _Benchmarks(TyperGroup):
-    """The group of all benchmarks."""
-
     context_class = HelpContext
 
 

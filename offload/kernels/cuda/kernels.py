@@ -258,8 +258,6 @@ def source(program: str) -> str:
 
 
 class _ArrayPlace(NamedTuple):
-    """Place of an array on the device."""
-
     address: int
     """0 for an array that the partition lacks."""
     block_nbytes: int

@@ -294,12 +294,6 @@ class SimulatedPager:
         """Returns True if the host budget cannot hold two partitions of this size, so that the unit moves in chunks."""
         return self._streams[unit]
 
-    def stop_reading_in_place(self, entry: Entry) -> None:
-        """Ends a read in place of outdated bytes. Unlike the real pager, it does not wait for the rest of the read."""
-        entry.reading = None
-        del self._reading[entry.index]
-        self.move(entry, Residency.DEVICE)
-
     def _reads_in_place(self, entry: Entry) -> bool:
         return self.machine.on_cpu and entry.size.is_whole and self.streams(entry.index)
 
@@ -530,7 +524,10 @@ class SimulatedPager:
         for entry in (self.entries[unit] for unit in units):
             self.set_updating(entry, True)
             if entry.reading_in_place:
-                self.stop_reading_in_place(entry)
+                # The read of outdated bytes ends. Unlike the real pager, this one does not wait for the rest.
+                entry.reading = None
+                del self._reading[entry.index]
+                self.move(entry, Residency.DEVICE)
             if entry.residency is Residency.DEVICE and not entry.size.device_resident:
                 self.drop(entry)
 

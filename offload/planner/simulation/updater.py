@@ -54,8 +54,6 @@ class UpdateCost(NamedTuple):
 
 
 class _Update:
-    """A unit's update in progress."""
-
     def __init__(
         self,
         unit: int,
@@ -365,7 +363,9 @@ class SimulatedUpdater:
         for read in tile.reads:
             yield from self._machine.spent("reads", read)
         job, cost = tile.job, tile.job.cost
-        numel = (tile.stop - tile.start) * _share_of_pass(job)
+        in_passes = None if job.part is Writes.ALL else cost.passes
+        share = 1.0 if in_passes is None else in_passes[job.part is Writes.MOMENTS]  # of a pass that writes all
+        numel = (tile.stop - tile.start) * share
         yield from self._machine.spent("kernels", self._machine.update(job.unit, numel))
         if cost.written_nbytes:
             nbytes = _share(cost.written_nbytes, tile.start, tile.stop, cost.numel)
@@ -385,13 +385,6 @@ class SimulatedUpdater:
                 unwritten = any(t.job is job and t.writes for t in self._writing)
                 self._pager.publish(job.unit, job.has_buffer, unwritten)
                 yield from self._pager.advance()
-
-
-def _share_of_pass(job: _Update) -> float:
-    """Returns the time of an update's pass as a part of that of a pass that writes all."""
-    if job.part is Writes.ALL or job.cost.passes is None:
-        return 1.0
-    return job.cost.passes[job.part is Writes.MOMENTS]
 
 
 def _share(nbytes: int, start: int, stop: int, numel: int) -> int:
