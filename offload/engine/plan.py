@@ -317,7 +317,7 @@ def decide(
     )
     if not everyone.alone:
         # A difference is an error of this package: ranks that went on would wait for each other for ever.
-        facts = {"slots": plan.slots, "commit_every": plan.commit_every, "schedule": schedule.schedule}
+        facts = {"slots": memory.slots, "commit_every": memory.commit_every, "schedule": schedule.schedule}
         AllOrNothing(everyone, "plan the run").same(facts)
     if places is None or everyone.rank:
         return plan
