@@ -41,7 +41,7 @@ __all__ = ["isolated_cache", "run_folder"]  # fixtures
 def test_json_and_log_contain_every_step() -> None:
     found = facts(call("--steps", "3", "--log", "log", "--json"))
     assert all(len(found[key]) == 3 for key in LISTS)
-    assert found["parameters"] == 182_016 and found["steps"] == 3 and found["first_step"] == 1
+    assert found["parameters"] == 132_032 and found["steps"] == 3 and found["first_step"] == 1
     assert 0 < found["host_budget_bytes"] < found["peak_rss_bytes"] and found["tokens_per_second"] > 0
     lines = log()
     assert [line["step"] for line in lines] == [1, 2, 3] and all(line.keys() >= STEP_KEYS for line in lines)
@@ -153,7 +153,7 @@ def test_gradients_wait_in_16_bits_where_the_order_is_certain(monkeypatch: pytes
     auto = trained("auto", "auto")
     one_by_one = trained("micro_batch_major", "one-by-one")
     assert auto[0] == one_by_one[0] and auto[2] and not one_by_one[2]
-    assert one_by_one[1] - auto[1] == pytest.approx(2 * 182_016, rel=0.1), "two bytes fewer a parameter"
+    assert one_by_one[1] - auto[1] == pytest.approx(2 * 132_032, rel=0.1), "two bytes fewer a parameter"
     block: Any = transformers.models.gpt2.modeling_gpt2.GPT2Block
     forward = block.forward
 

@@ -51,7 +51,7 @@ from tests.support.oracle import (
 )
 from tests.support.param_states import gpt2
 from tests.support.ranks.rank_jobs import JOBS, my_rows, rows_loss
-from tests.support.ranks.rank_pool import RankPool, pool, rank_and_size, start, train
+from tests.support.ranks.rank_pool import RankPool, rank_and_size, shared_pool, start, train
 
 FREE = (Collective.USE, Collective.REDUCE)
 TOGETHER = (Collective.STEP, Collective.EDIT, Collective.END, Collective.MEAN)
@@ -524,7 +524,7 @@ def test_a_rank_that_leaves_the_path_adds_up_the_same_in_each_life(name: str, ra
 @pytest.mark.sample(1)
 @pytest.mark.parametrize("name", LEAVING)
 def test_three_ranks_that_leave_the_path_add_up_the_same_in_each_life(name: str, tmp_path: Path) -> None:
-    with pool(3) as three:
+    with shared_pool(3) as three:
         same_in_all_lives(LEAVING[name], three, tmp_path)
 
 

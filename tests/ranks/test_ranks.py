@@ -336,7 +336,7 @@ def some_parameters(engine: offload.Engine) -> list[nn.Parameter]:
 
 
 def start_over_and_replace(engine: offload.Engine, micro: int) -> None:
-    """Drops the gradients of the first micro-batch and makes them again; later replaces those so far by what they are."""
+    """Makes the gradients of the first micro-batch again; later replaces those so far by what they are."""
     if micro == 0:
         engine.zero_grad()
         engine.backward(SUMS.loss(engine, engine.global_steps, micro))
