@@ -156,7 +156,7 @@ class Stack(nn.Module):
 STACK = Job(Stack, models.mixture_loss, accumulation=3, steps=4)
 
 
-@pytest.mark.sample(2)
+@pytest.mark.sample(3)
 @pytest.mark.parametrize("part", ["output", "gradient"])
 @pytest.mark.parametrize(
     "options", [{}, {"schedule": "layer_major"}, {"activations": "nvme"}], ids=["plain", "in turns", "recomputed"]

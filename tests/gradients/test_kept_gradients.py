@@ -55,7 +55,7 @@ def kept(engine: offload.Engine) -> int:
     return sum(len(found.gradients_kept(unit)) for unit in range(len(found.layouts)))
 
 
-@pytest.mark.sample(2)
+@pytest.mark.sample(3)
 @pytest.mark.parametrize("name", KINDS)
 @pytest.mark.parametrize("placement", [MEMORY, DISK, ("none", "none")], ids=["memory", "disk", "device"])
 def test_bits_are_those_of_copies(

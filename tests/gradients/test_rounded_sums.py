@@ -75,7 +75,7 @@ def torch_sums() -> dict[str, torch.Tensor]:
     return {name: value.bfloat16() for name, value in sums.items()}
 
 
-@pytest.mark.sample(2)
+@pytest.mark.sample(3)
 @pytest.mark.cpu_only("another device's products have other bits than torch's on the CPU")
 @pytest.mark.parametrize("by", ["turns", "loop"])
 @pytest.mark.parametrize(("placement", "options"), [(MEMORY, LAYERED), (DISK, LAYERED), (MEMORY, LOOP), (DISK, LOOP)])

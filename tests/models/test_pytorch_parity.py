@@ -174,7 +174,7 @@ COVER = [Case(*row) for row in pairwise(AXES)]
 REST = [case for case in itertools.starmap(Case, itertools.product(*AXES)) if case not in COVER]
 
 
-@pytest.mark.sample(2)
+@pytest.mark.sample(4)
 @pytest.mark.parametrize(
     "case", [*COVER, *(pytest.param(case, marks=pytest.mark.slow) for case in REST)], ids=lambda case: str(case)
 )

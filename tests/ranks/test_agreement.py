@@ -452,7 +452,7 @@ def train_alone(job: Job, size: int = 2) -> Result:
         TWICE._replace(stage=1, model=frozen_at_the_start),
     ],
 )
-@pytest.mark.sample(2)
+@pytest.mark.sample(3)
 @pytest.mark.works("Several ranks", "a step in which a rank leaves the path of the steps before", "right")
 @pytest.mark.numeric
 def test_a_rank_may_leave_the_path_in_any_step(job: Job, ranks: RankPool, tmp_path: Path) -> None:
@@ -514,7 +514,7 @@ LEAVING = {
 }
 
 
-@pytest.mark.sample(2)
+@pytest.mark.sample(3)
 @pytest.mark.parametrize("name", LEAVING)
 def test_a_rank_that_leaves_the_path_adds_up_the_same_in_each_life(name: str, ranks: RankPool, tmp_path: Path) -> None:
     """Neither the steps of a life before it nor the room on the device decide which gradients are added together."""

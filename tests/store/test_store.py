@@ -581,7 +581,7 @@ DAMAGES: dict[str, Callable[[bytes], bytes]] = {
 }
 
 
-@pytest.mark.sample(2)
+@pytest.mark.sample(4)
 @pytest.mark.usefixtures("equal_drives")
 @pytest.mark.parametrize("damage", [*DAMAGES, "copies of another run"])
 def test_damage_is_an_error_and_loses_nothing(damage: str, tmp_path: Path, queue: IoQueue) -> None:

@@ -661,7 +661,7 @@ def refused(folder: Path, unit_name: str, state: State, placement: tuple[str, st
 WAYS = {"on disk": DISK, "in small pieces": DISK, "read back to the host": ("cpu", "cpu"), "weights": ("none", "nvme")}
 
 
-@pytest.mark.sample(2)
+@pytest.mark.sample(4)
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("place", PLACES)
 def test_a_flipped_bit_is_named_before_it_is_committed(

@@ -122,7 +122,7 @@ CASES: dict[str, tuple[Job, dict[str, Any]]] = {
 }
 
 
-@pytest.mark.sample(2)
+@pytest.mark.sample(3)
 @pytest.mark.parametrize(
     ("name", "by"), [*((name, train_step) for name in CASES), ("AdamW, micro-batches", accumulated_step)]
 )

@@ -391,7 +391,7 @@ def test_destroy_between_backward_and_step_keeps_the_last_step(tmp_path: Path) -
 # -- where it happens ---------------------------------------------------------------------------------
 
 
-@pytest.mark.sample(2)
+@pytest.mark.sample(3)
 @pytest.mark.parametrize(
     ("placement", "options", "optimizer"),
     [
