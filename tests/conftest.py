@@ -83,10 +83,14 @@ def pytest_runtest_protocol(item: pytest.Item, nextitem: pytest.Item | None) -> 
     return device_process.run_elsewhere(item, nextitem) or None
 
 
-def pytest_collection_finish() -> None:
-    """All that was imported stays: no collection of a test need look through it."""
+@pytest.hookimpl(hookwrapper=True)
+def pytest_collection() -> Iterator[None]:
+    """All that is imported stays: no collection of garbage need look through it, now or in a test."""
+    gc.disable()
+    yield
     gc.collect()
     gc.freeze()
+    gc.enable()
 
 
 @pytest.fixture(scope="session", autouse=True)

@@ -311,7 +311,7 @@ def gradients(model: nn.Module, **inputs: Any) -> tuple[float, dict[str, torch.T
     return loss.item(), {n: p.grad.clone() for n, p in model.named_parameters() if p.grad is not None}
 
 
-@pytest.mark.sample(4)
+@pytest.mark.sample(3)
 @pytest.mark.parametrize("make", FAMILIES.values(), ids=FAMILIES.keys())
 def test_the_loss_and_its_gradients_are_the_models_own(make: Callable[[], nn.Module]) -> None:
     torch.manual_seed(0)
@@ -506,7 +506,7 @@ def same(left: tuple[float, dict[str, torch.Tensor]], right: tuple[float, dict[s
 
 
 @pytest.mark.filterwarnings("ignore:For backward hooks:UserWarning", "ignore:Full backward hook:UserWarning")
-@pytest.mark.sample(6)
+@pytest.mark.sample(4)
 @pytest.mark.parametrize("change", CHANGES.values(), ids=CHANGES)
 @pytest.mark.works(
     "Trainers", "hooks, wrappers and replaced functions on the way to the loss: all logits, and one line", "right"

@@ -69,7 +69,7 @@ def _gradients(
         engine.destroy(remove=True)
 
 
-@pytest.mark.sample(4)
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("use", VIEWS.values(), ids=VIEWS)
 def test_a_saved_view_of_a_weight_pins_nothing_and_comes_back(
     use: Callable[[torch.Tensor, torch.Tensor], torch.Tensor], tmp_path: Path

@@ -88,19 +88,19 @@ def test_a_run_goes_on_in_another_placement(
     """Also with one slot, with commits now and then, and with a cache."""
     job = models.DROPOUT if model == "dropout" else models.MIXTURE
     given = [{**options, "durability": "none"} if where == NONE and options else options for where in (one, other)]
-    goes_on(job._replace(dtype=dtype, steps=4), one, other, tmp_path, *given)
+    goes_on(job._replace(dtype=dtype), one, other, tmp_path, *given)
 
 
 @pytest.mark.numeric
 def test_units_may_be_cut_otherwise(tmp_path: Path) -> None:
     """The same parameters in other units, by their names."""
-    job = models.DROPOUT._replace(steps=4, dtype="bf16")
+    job = models.DROPOUT._replace(dtype="bf16")
     unbroken = run(job, DISK, tmp_path / "whole", units=["GPT2Block"])
     losses = saved(job, DISK, tmp_path)
     engine = begin(job, DISK, tmp_path / "second", units=["GPT2MLP", "GPT2Attention"])
     units = len(testing.inspect(engine).layouts)
     engine.load_checkpoint(tmp_path / "saved")
-    losses += [train_step(engine, job, step) for step in range(2, 4)]
+    losses += [train_step(engine, job, step) for step in range(2, job.steps)]
     manifest = checkpoints(tmp_path / "saved")["global_step2"]
     assert units != len(manifest.layout["units"])
     rounding_bounds.same_losses(losses, unbroken.losses, job)  # the norm's sum has another order
@@ -121,7 +121,7 @@ def test_schedule_groups_counts_and_client_state_come_back(tmp_path: Path) -> No
         )[0]
 
     unbroken = made("whole")
-    expected = [train_step(unbroken, job, step) for step in range(4)]
+    expected = [train_step(unbroken, job, step) for step in range(job.steps)]
     calls = unbroken.module.calls.clone()
     unbroken.destroy(remove=True)
     first = made("first")
@@ -132,10 +132,10 @@ def test_schedule_groups_counts_and_client_state_come_back(tmp_path: Path) -> No
     second = made("second")
     path, client_state = second.load_checkpoint(tmp_path / "saved")
     assert path == str(tmp_path / "saved" / "7") and client_state == state and second.micro_steps == 4
-    losses += [train_step(second, job, step) for step in range(2, 4)]
+    losses += [train_step(second, job, step) for step in range(2, job.steps)]
     assert losses == expected and torch.equal(second.module.calls, calls)
     second.load_checkpoint(tmp_path / "saved", load_lr_scheduler_states=False)
-    assert second.global_steps == 2 and second.lr_scheduler.last_epoch == 4
+    assert second.global_steps == 2 and second.lr_scheduler.last_epoch == job.steps
     second.destroy(remove=True)
 
 
@@ -266,7 +266,7 @@ def test_not_strict_loads_what_both_have(placement: tuple[str, str], dtype: str,
 
 
 def test_frozen_weights_may_be_left_out_and_are_those_of_the_model_then(tmp_path: Path) -> None:
-    job = MIXTURE._replace(dtype="bf16", steps=4)
+    job = MIXTURE._replace(dtype="bf16")
     unbroken = run(job, DISK, tmp_path / "whole")
     first = start(job, DISK, tmp_path / "first")
     losses = [train_step(first, job, step) for step in range(2)]
@@ -277,7 +277,7 @@ def test_frozen_weights_may_be_left_out_and_are_those_of_the_model_then(tmp_path
     assert sizes[0] < sizes[1]
     second = start(job, CPU, tmp_path / "second")  # the job's seed gives the frozen weights of the first
     second.load_checkpoint(tmp_path / "some")
-    losses += [train_step(second, job, step) for step in range(2, 4)]
+    losses += [train_step(second, job, step) for step in range(2, job.steps)]
     assert losses == unbroken.losses
     assert_same_tensors(weights_of(second), unbroken.weights)
     second.destroy(remove=True)

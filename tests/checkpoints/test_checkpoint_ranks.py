@@ -43,11 +43,11 @@ def train(engine: offload.Engine, job: Job, steps: range) -> list[float]:
 
 
 def save_at_two(job: Job, folder: Path, placement: tuple[str, str]) -> tuple[list[float], dict[str, torch.Tensor]]:
-    """Train four steps, save after two: the last two losses, and the last weights."""
+    """Train, and save after two steps: the losses after that, and the last weights."""
     engine = start(job, placement, folder / "first")
     train(engine, job, range(2))
     engine.save_checkpoint(folder / "saved", client_state={"rank": engine.global_rank})
-    losses, weights = train(engine, job, range(2, 4)), weights_of(engine)
+    losses, weights = train(engine, job, range(2, job.steps)), weights_of(engine)
     engine.destroy(remove=True)
     return losses, weights
 
@@ -55,14 +55,14 @@ def save_at_two(job: Job, folder: Path, placement: tuple[str, str]) -> tuple[lis
 def load_at_two(
     job: Job, folder: Path, placement: tuple[str, str], again: str = "again"
 ) -> tuple[list[float], dict[str, torch.Tensor], Any, tuple[str, ...]]:
-    """Other weights, then those of the checkpoint, saved to `again` at once, and two steps."""
+    """Other weights, then those of the checkpoint, saved to `again` at once, and the steps after it."""
     torch.manual_seed(4711)
     engine = offload.initialize(model=job.model(), config=config(job, placement, folder / "second"))[0]
     train(engine, job, range(7, 8))
     path, client_state = engine.load_checkpoint(folder / "saved")
     assert path is not None and engine.global_steps == 2
     engine.save_checkpoint(folder / again)
-    losses, weights, notices = train(engine, job, range(2, 4)), weights_of(engine), engine.notices
+    losses, weights, notices = train(engine, job, range(2, job.steps)), weights_of(engine), engine.notices
     engine.destroy(remove=True)
     return losses, weights, client_state, notices
 

@@ -53,7 +53,7 @@ DISK = ("nvme", "nvme")
 @pytest.mark.parametrize("placement", [DISK, ("cpu", "cpu"), ("none", "nvme"), ("nvme", "none")])
 def test_every_placement_resumes(placement: tuple[str, str], tmp_path: Path) -> None:
     """Homes above DISK are read back from the store that they were written through to."""
-    job = models.DROPOUT._replace(steps=4)
+    job = models.DROPOUT
     reference = run(job, placement, tmp_path / "whole", durability="step")
     first = start(job, placement, tmp_path / "parts", durability="step")
     losses = [train_step(first, job, step) for step in range(2)]
@@ -64,7 +64,7 @@ def test_every_placement_resumes(placement: tuple[str, str], tmp_path: Path) -> 
         model=model, config=config(job, placement, tmp_path / "parts", durability="step", resume="must")
     )[0]
     assert second.global_steps == 2
-    losses += [train_step(second, job, step) for step in range(2, 4)]
+    losses += [train_step(second, job, step) for step in range(2, job.steps)]
     weights = second.module.state_dict()
     second.destroy(remove=True)
     assert losses == reference.losses

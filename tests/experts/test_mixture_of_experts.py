@@ -234,7 +234,7 @@ def mixtral(implementation: str) -> nn.Module:
 @pytest.mark.numeric
 def test_mixtral_with_an_expert_that_no_token_visits(implementation: str, tmp_path: Path) -> None:
     """The router and the fused experts of transformers, which have a gradient of zeros for it."""
-    job = Job(partial(mixtral, implementation), models.language_loss, steps=4)
+    job = Job(partial(mixtral, implementation), models.language_loss)
     in_memory = run(job, MEMORY, tmp_path / "memory")
     engine = start(job, DISK, tmp_path / "disk", device_memory=room_for(job, 2))
     losses = [train_step(engine, job, step) for step in range(job.steps)]

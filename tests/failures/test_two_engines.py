@@ -37,7 +37,7 @@ from tests.support.oracle import (
 )
 
 DISK = ("nvme", "nvme")
-JOB = models.GPT2._replace(dtype="bf16", steps=4)
+JOB = models.GPT2._replace(dtype="bf16")
 
 
 @pytest.fixture(autouse=True)

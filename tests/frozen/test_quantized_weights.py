@@ -170,7 +170,7 @@ def as_in_memory(this: Job, placement: tuple[str, str], path: Path, steps: int =
 
 @WITH_BITSANDBYTES
 @pytest.mark.works(AREA, "`Params4bit` (nf4, fp4, double quantization, storage in bf16) and `Int8Params`", "right")
-@pytest.mark.sample(3)
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("form", FORMS)
 def test_losses_and_gradients_are_those_of_bitsandbytes_in_memory(form: str, values: Path, tmp_path: Path) -> None:
     as_in_memory(job(values, form), DISK, tmp_path)

@@ -73,7 +73,7 @@ WAYS: dict[str, Callable[[nn.Module, Path, dict[str, torch.Tensor]], Any]] = {
 }
 
 
-@pytest.mark.sample(3)
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("way", WAYS)
 def test_loaded_values_are_kept(way: str, given: tuple[Path, dict[str, torch.Tensor]], tmp_path: Path) -> None:
     folder, tensors = given
@@ -350,7 +350,7 @@ def _assert_copied(weights: dict[str, torch.Tensor]) -> None:
 
 @pytest.mark.parametrize("last", [False, True], ids=["copies last", "copies first"])
 @pytest.mark.parametrize("way", COPIES_WAYS)
-@pytest.mark.sample(4)
+@pytest.mark.sample(2)
 def test_copies_of_other_units_are_equal(way: str, last: bool, tmp_path: Path) -> None:
     _assert_copied(_begins_with(lambda: Twins(COPIES_WAYS[way], last), ("nvme", "nvme"), tmp_path))
 

@@ -219,7 +219,7 @@ def test_save_16bit_model_writes_one_file(tmp_path: Path) -> None:
     engine.destroy(remove=True)
 
 
-@pytest.mark.sample(3)
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("key", ["stage3_gather_16bit_weights_on_model_save", "gather_16bit_weights_on_model_save"])
 @pytest.mark.parametrize("value", [None, True, False, "auto"])
 def test_the_key_of_deepspeed_is_honoured(

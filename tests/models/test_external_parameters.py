@@ -384,7 +384,7 @@ def of_the_script(model: SharedPair) -> None:
 
 
 @pytest.mark.numeric
-@pytest.mark.sample(3)
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("share", [columns_of_one, tied, frozen, normed, of_the_script])
 def test_what_shares_nothing_that_trains_apart_is_as_in_pytorch(
     share: Callable[[SharedPair], None], tmp_path: Path

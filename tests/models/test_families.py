@@ -40,7 +40,7 @@ def trained(job: Job, placement: tuple[str, str], folder: Path, experts: str, pa
     return result
 
 
-@pytest.mark.sample(12)
+@pytest.mark.sample(6)
 @pytest.mark.parametrize("name", RELEASES)
 @pytest.mark.numeric
 def test_a_family_trains_in_memory_and_on_disk_as_in_plain_pytorch_and_resumes(name: str, tmp_path: Path) -> None:

@@ -57,7 +57,7 @@ NUMBERS: dict[str, tuple[tuple[str, Any], ...]] = {
 }
 
 
-@pytest.mark.sample(3)
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("accumulation", [1, 2])
 @pytest.mark.parametrize("dtype", ["fp32", "bf16", "fp16"])
 @pytest.mark.parametrize(

@@ -67,7 +67,7 @@ def assert_resumes_and_loads(job: Job, folder: Path, **elsewhere: Any) -> None:
 
 
 SOME = (DISK, ("cpu", "cpu"), ("none", "nvme"), ("none", "none"))
-MIXTURE = THREE_BLOCKS._replace(steps=4)
+MIXTURE = THREE_BLOCKS
 JOBS = {
     "AdamW": MIXTURE,
     "Adam": MIXTURE._replace(optimizer="Adam", weight_decay=0.0, params=(("betas", (0.8, 0.95)),)),

@@ -257,7 +257,7 @@ def test_deepspeeds_keys_are_read() -> None:
         assert wish_of(load_config({"activation_checkpointing": block})) == wish
 
 
-@pytest.mark.sample(5)
+@pytest.mark.sample(3)
 @pytest.mark.parametrize("wish", [KEPT, DEVICE, CPU, NVME, AUTO, Wish("auto", tiles=None)])
 @pytest.mark.parametrize("in_chunks", [False, True])
 def test_the_longest_sequence_is_the_last_that_fits(shape: Shape, wish: Wish, in_chunks: bool) -> None:

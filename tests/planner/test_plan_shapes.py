@@ -68,7 +68,7 @@ def name(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str
     return str(request.param)
 
 
-@pytest.mark.sample(3)
+@pytest.mark.sample(2)
 @pytest.mark.parametrize(
     ("sequence", "dtype"), [(2, torch.bfloat16), (1023, torch.float16), (3, torch.float32), (4096, torch.bfloat16)]
 )

@@ -51,7 +51,7 @@ from tests.support.oracle import (
 )
 from tests.support.param_states import gpt2
 from tests.support.ranks.rank_jobs import JOBS, my_rows, rows_loss
-from tests.support.ranks.rank_pool import RankPool, pool, rank_and_size, start, train
+from tests.support.ranks.rank_pool import RankPool, rank_and_size, shared_pool, start, train
 
 FREE = (Collective.USE, Collective.REDUCE)
 TOGETHER = (Collective.STEP, Collective.EDIT, Collective.END, Collective.MEAN)
@@ -203,7 +203,7 @@ def other_parts() -> nn.Module:
 
 
 OTHER_PATHS = {
-    "modules": Job(other_order, rows_loss, steps=4),
+    "modules": Job(other_order, rows_loss, steps=3),
     "parts of a unit": Job(other_parts, rows_loss, steps=3),
     "parts of a unit, stage 1": Job(other_parts, rows_loss, steps=3, accumulation=2, stage=1),
 }
@@ -393,9 +393,9 @@ class Branching(nn.Module):
 
 SAME_PATH = (0, 1, 2, 3)
 PATHS = {
-    3: (SAME_PATH, (0, 1, 3), (0, 2)),
-    5: ((0, 1, 3), (1, 4, 2, 0), SAME_PATH),
-    6: (SAME_PATH, (1, 2, 3), (2, 3)),
+    2: (SAME_PATH, (0, 1, 3), (0, 2)),
+    4: ((0, 1, 3), (1, 4, 2, 0), SAME_PATH),
+    5: (SAME_PATH, (1, 2, 3), (2, 3)),
 }
 """Of each rank: some leave out a layer; later each takes another way, one through a layer that nobody has used."""
 
@@ -418,8 +418,8 @@ def branching_loss_at_once(model: Any, step: int, micro: int) -> torch.Tensor:
     return rows_loss(model, step, micro)
 
 
-BRANCHING = Job(Branching, branching_loss_at_once, steps=8)
-TWICE = Job(Branching, branching_loss, steps=8, accumulation=2)
+BRANCHING = Job(Branching, branching_loss_at_once, steps=7)
+TWICE = Job(Branching, branching_loss, steps=7, accumulation=2)
 
 
 def train_alone(job: Job, size: int = 2) -> Result:
@@ -463,7 +463,7 @@ def test_a_rank_may_leave_the_path_in_any_step(job: Job, ranks: RankPool, tmp_pa
     means = [sum(pair) / 2 for pair in zip(one.losses, other.losses, strict=True)]
     rounding_bounds.same_training(Result(means, one.norms, one.weights), expected, job, reordered=True)
     reductions = [step.gradients.collectives for step in sent]
-    assert reductions[3] == reductions[2] == reductions[6], "a rank that leaves out a layer waits for the next of all"
+    assert reductions[2] == reductions[1] == reductions[5], "a rank that leaves out a layer waits for the next of all"
 
 
 def asking_loss(model: Any, step: int, micro: int) -> torch.Tensor:
@@ -493,25 +493,25 @@ def in_lives(job: Job, lives: tuple[int, ...], folder: Path, room: str = ROOM, s
 
 
 def same_in_all_lives(job: Job, ranks: RankPool, folder: Path) -> None:
-    unbroken = ranks.run(in_lives, job, (6,), folder / "unbroken")
+    unbroken = ranks.run(in_lives, job, (5,), folder / "unbroken")
     # The first step of a life asks before each gather, as all do where not all units fit on the device.
-    lives = [("resumed", (3, 5, 6), ROOM)]
+    lives = [("resumed", (2, 4, 5), ROOM)]
     if job.stage == 3:
-        lives.append(("little room", (6,), "180KiB"))
+        lives.append(("little room", (5,), "180KiB"))
     for name, steps, room in lives:
         for expected, result in zip(unbroken, ranks.run(in_lives, job, steps, folder / name, room), strict=True):
             assert_same(expected, result)
 
 
-SIX = TWICE._replace(steps=6)
+FIVE = TWICE._replace(steps=5)
 LEAVING = {
-    "stage 1": SIX._replace(stage=1),
-    "stage 1, 16 bits": SIX._replace(stage=1, dtype="bf16"),
-    "replicas of a shard": SIX._replace(stage=1, shard_size=1),
-    "stage 2": SIX._replace(stage=2, overlap=True),
-    "stage 3": SIX,
-    "stage 3, 16 bits": SIX._replace(dtype="bf16", overlap=False),
-    "a question in a backward": SIX._replace(loss=asking_loss),
+    "stage 1": FIVE._replace(stage=1),
+    "stage 1, 16 bits": FIVE._replace(stage=1, dtype="bf16"),
+    "replicas of a shard": FIVE._replace(stage=1, shard_size=1),
+    "stage 2": FIVE._replace(stage=2, overlap=True),
+    "stage 3": FIVE,
+    "stage 3, 16 bits": FIVE._replace(dtype="bf16", overlap=False),
+    "a question in a backward": FIVE._replace(loss=asking_loss),
 }
 
 
@@ -525,7 +525,7 @@ def test_a_rank_that_leaves_the_path_adds_up_the_same_in_each_life(name: str, ra
 @pytest.mark.sample(1)
 @pytest.mark.parametrize("name", LEAVING)
 def test_three_ranks_that_leave_the_path_add_up_the_same_in_each_life(name: str, tmp_path: Path) -> None:
-    with pool(3) as three:
+    with shared_pool(3) as three:
         same_in_all_lives(LEAVING[name], three, tmp_path)
 
 
@@ -564,22 +564,14 @@ def test_an_order_that_is_chosen_for_the_user_adds_up_as_the_plain_one(
     dtype: str, ranks: RankPool, tmp_path: Path
 ) -> None:
     """The room for units decides whether "auto" lets micro-batches take turns."""
-    job = JOBS["gpt2"]._replace(accumulation=3, steps=3, dtype=dtype)
+    job = JOBS["gpt2"]._replace(accumulation=3, steps=2, dtype=dtype)
     (turns, chosen), _ = ranks.run(in_order, job, tmp_path / "chosen", "auto")
     (loops, plain), _ = ranks.run(in_order, job, tmp_path / "plain", "micro_batch_major")
     assert turns and not loops
     assert_same(plain, chosen)
 
 
-# -- random paths -------------------------------------------------------------------------------------
-
-
-def way(step: int, rank: int) -> list[int]:
-    """Returns the way of all ranks, which changes after six steps, or in each fourth case one of this rank's own."""
-    drawn = random.Random(1000 * step + rank)
-    if step > 1 and drawn.random() < 0.25:
-        return drawn.sample(range(5), drawn.randint(1, 5))
-    return [0, 1, 2, 3] if step < 6 else [3, 1, 4]
+# -- ranks that differ --------------------------------------------------------------------------------
 
 
 def with_a_buffer() -> nn.Module:

@@ -615,7 +615,7 @@ def test_training_with_the_least_host_memory_has_the_bits_of_memory(
 
 
 DISK = ("nvme", "nvme")
-JOB = models.GPT2._replace(dtype="bf16", steps=4)
+JOB = models.GPT2._replace(dtype="bf16")
 
 
 class Switch(nn.Module):

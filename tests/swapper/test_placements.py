@@ -42,7 +42,7 @@ JOBS = {
     [(name, dtype) for name in JOBS for dtype in ("fp32", "bf16")],
 )
 def test_same_bits_everywhere(name: str, dtype: str, tmp_path: Path) -> None:
-    job = JOBS[name]._replace(steps=4, dtype=dtype)
+    job = JOBS[name]._replace(dtype=dtype)
     same_bits(job, tmp_path)
 
 
@@ -51,7 +51,7 @@ def test_same_bits_everywhere(name: str, dtype: str, tmp_path: Path) -> None:
 @pytest.mark.parametrize("name", ["gpt2", "llama", "mixtral", "t5", "mixture"])
 def test_same_bits_with_room_for_two_units(name: str, dtype: str, tmp_path: Path) -> None:
     """The smallest device budget that can work, and the smallest host budget: units come and go all the time."""
-    job = JOBS[name]._replace(steps=4, dtype=dtype)
+    job = JOBS[name]._replace(dtype=dtype)
     ample = run(job, ("none", "none"), tmp_path / "memory")
     tight = run(job, ("nvme", "nvme"), tmp_path / "disk", device_memory=room_for(job, 2))
     assert_same(ample, tight, "in memory and with room for two units")
@@ -111,7 +111,7 @@ ORDER_JOBS = {"gpt2": models.GPT2, "mixture": models.MIXTURE, "dropout": models.
 @pytest.mark.parametrize("seed", range(4))
 @pytest.mark.parametrize("name", ORDER_JOBS)
 def test_late_io_changes_no_bit(name: str, seed: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    job: Job = ORDER_JOBS[name]._replace(dtype="bf16" if seed % 2 else "fp32", steps=4)
+    job: Job = ORDER_JOBS[name]._replace(dtype="bf16" if seed % 2 else "fp32")
     expected = run(job, ("none", "none"), tmp_path / "memory")
     use_queue(monkeypatch, lambda: LateQueue(seed, 0.01))
     found = run(job, ("nvme", "nvme"), tmp_path / "late", device_memory=room_for(job, 2))
@@ -121,7 +121,7 @@ def test_late_io_changes_no_bit(name: str, seed: int, tmp_path: Path, monkeypatc
 @pytest.mark.sample(1)
 @pytest.mark.parametrize("placement", [("cpu", "nvme"), ("nvme", "cpu"), ("cpu", "cpu"), ("none", "none")])
 def test_late_writes_through(placement: tuple[str, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    job = models.GPT2._replace(dtype="bf16", steps=4)
+    job = models.GPT2._replace(dtype="bf16")
     expected = run(job, ("none", "none"), tmp_path / "memory")
     use_queue(monkeypatch, lambda: LateQueue(1, 0.01))
     assert_same(expected, run(job, placement, tmp_path / "late", durability="step"), f"{placement}")
@@ -130,7 +130,7 @@ def test_late_writes_through(placement: tuple[str, str], tmp_path: Path, monkeyp
 def test_tiles_that_split_tensors(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Tiles of a few pages, so that every unit takes many and every tensor is cut."""
 
-    job = models.GPT2._replace(dtype="bf16", steps=4)
+    job = models.GPT2._replace(dtype="bf16")
     expected = run(job, ("none", "none"), tmp_path / "memory")
     testing.replace(monkeypatch, "size.update_tile", range(3 * 2048 * 12, 3 * 2048 * 12 + 1))
     use_queue(monkeypatch, lambda: LateQueue(2, 0.002))

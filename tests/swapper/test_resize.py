@@ -29,7 +29,7 @@ from tests.support.oracle import (
 )
 from tests.support.ranks.rank_pool import shared_pool
 
-JOB = models.GPT2._replace(steps=4, dtype="bf16")
+JOB = models.GPT2._replace(dtype="bf16")
 PROMOTED = 4 * MIB
 """A host budget with room for all states of the job."""
 

@@ -40,7 +40,7 @@ def written(engine: offload.Engine) -> int:
     return sum(drive.life_bytes for drive in engine.drive_writes())
 
 
-@pytest.mark.sample(3)
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("placement", PLACEMENTS, ids="/".join)
 @pytest.mark.parametrize("job", [JOB, LORA._replace(steps=8)], ids=["all", "lora"])
 def test_a_step_between_commits_writes_nothing(job: Job, placement: tuple[str, str], tmp_path: Path) -> None:

@@ -24,7 +24,7 @@ class Job(NamedTuple):
     model: Callable[[], nn.Module]
     loss: Callable[[nn.Module, int, int], torch.Tensor]
     """(model, step, micro-batch) to the loss."""
-    steps: int = 4
+    steps: int = 3
     accumulation: int = 1
     lr: float = 1e-3
     weight_decay: float = 0.1

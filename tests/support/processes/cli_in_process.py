@@ -17,10 +17,10 @@ SMALL = ("--batch-size", "2", "--seq-len", "32", "--device", "cpu")
 
 @pytest.fixture(autouse=True)
 def run_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Runs each test in a folder with a short text and a default model of 0.2M."""
+    """Runs each test in a folder with a short text and a default model of one block."""
     monkeypatch.chdir(tmp_path)
     tiny = PRESETS["gpt2-tiny"]
-    smaller = tiny._replace(settings=tiny.settings | {"n_layer": 2, "n_embd": 64})
+    smaller = tiny._replace(settings=tiny.settings | {"n_layer": 1, "n_embd": 64})
     monkeypatch.setitem(PRESETS, "gpt2-tiny", smaller)
     (tmp_path / "text.py").write_text("def double(number):\n    return 2 * number\n\n\n" * 50)
 
