@@ -15,8 +15,8 @@ from tests.storm.scheduler import Seeded
 
 pytestmark = pytest.mark.timeout(3600)  # two threads that hand over to each other are slow on a busy machine
 
-LIVES, ALL_LIVES = 4, 165
-"""Of each scenario. A life has six steps, three where units are streamed: 252 in all, and 10,395."""
+LIVES, ALL_LIVES = 8, 165
+"""Of each scenario. A life has six steps, three where units are streamed: 504 in all, and 10,395."""
 RANKS, ALL_RANKS = 10, 1_000
 
 
