@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import re
@@ -578,6 +579,31 @@ def test_the_log_of_a_run_that_is_under_way_is_refused(tmp_path: Path) -> None:
     with StepLog(log, print), pytest.raises(ConfigError, match="under way"):
         check_log(log)
     assert hold_log(Path("/dev/null")) is None, "which all runs may share"
+
+
+def test_lines_of_a_log_wait_for_room(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A full drive takes no step from the log if there is room again before the end; a warning tells of both."""
+    path, said, write, room = tmp_path / "log.jsonl", list[str](), os.write, 30
+
+    def short(descriptor: int, data: bytes) -> int:
+        nonlocal room
+        if not room:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        done = write(descriptor, data[:room])
+        room -= done
+        return done
+
+    monkeypatch.setattr(os, "write", short)
+    with StepLog(path, said.append) as log:
+        for step in range(1, 4):
+            log.write({"step": step, "loss": 0.5})
+        assert len(path.read_bytes()) == 30 and len(said) == 1 and "its lines wait for room" in said[0]
+        room = 1000
+        log.write({"step": 4, "loss": 0.5})
+        assert [json.loads(line)["step"] for line in path.read_text().splitlines()] == [1, 2, 3, 4]
+        room = 0
+        log.write({"step": 5, "loss": 0.5})
+    assert len(said) == 3 and "its last lines are missing" in said[2]
 
 
 def test_a_log_below_a_file_is_refused(tmp_path: Path) -> None:

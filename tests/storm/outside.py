@@ -263,6 +263,8 @@ class Story:
         self.told: list[str] = []
         """What has happened, for a failure."""
         self.drawn, self.seconds, self.kept = draw(self.chance), 10.0, 0
+        self.filled = False
+        """True once a command has ended on a full drive: the last lines of its log may be missing."""
         self.environment = dict(os.environ, HF_HUB_OFFLINE="1", OMP_NUM_THREADS="1", TOKENIZERS_PARALLELISM="false")
         self.environment |= {"XDG_CACHE_HOME": str(folder / "cache"), "PYTHONFAULTHANDLER": "1"}
 
@@ -349,7 +351,7 @@ class Story:
     def _fill(self, command: Command) -> bool:
         if not self.own:
             return self._signal(command)
-        filler = self.place / "filler"
+        self.filled, filler = True, self.place / "filler"
         free = os.statvfs(self.place)
         left = self.chance.choice([0, 4096, 1 << 16, 1 << 20])
         with filler.open("wb") as file, contextlib.suppress(OSError):
@@ -449,7 +451,7 @@ class Story:
     def _compare(self, calm: dict[int, float], run: str) -> None:
         found = self.losses(run)
         others = {step: (loss, calm.get(step)) for step, loss in found.items() if loss != calm.get(step)}
-        if others or (run == "run" and found.keys() != calm.keys()):
+        if others or (run == "run" and found.keys() != calm.keys() and not self.filled):
             raise Wrong(f"losses of {run} differ from the calm run's: {others or found.keys() ^ calm.keys()}")
         self._compare_weights(f"{run}-model")
 

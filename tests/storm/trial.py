@@ -121,9 +121,10 @@ def _wait(lives: Sequence[Any], logs: Sequence[Path]) -> None:
 def _delay(lives: Sequence[Any]) -> float:
     """Returns the seconds that the thread of `lives` with the longest sum of waits has waited for a processor."""
     delays = [0.0]
-    for path in (path for each in lives for path in Path(f"/proc/{each.pid}/task").glob("*/schedstat")):
-        with contextlib.suppress(OSError):  # the thread has ended
-            delays.append(int(path.read_text().split()[1]) / 1e9)
+    for life in lives:
+        tasks = Path(f"/proc/{life.pid}/task")
+        with contextlib.suppress(OSError):  # the process, or a thread, has ended
+            delays += [int((tasks / task / "schedstat").read_text().split()[1]) / 1e9 for task in os.listdir(tasks)]
     return max(delays)
 
 

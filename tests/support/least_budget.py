@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-import shutil
 from pathlib import Path
 from typing import Any
 
@@ -18,17 +17,17 @@ def least(job: Job, placement: tuple[str, str], folder: Path, which: str, **opti
 
     0 where a single byte is enough, as where the CPU uses weights in RAM alone. Nothing is made in `folder`.
     """
+    # Not deleted at the end: another stage of a pipeline, which ends by itself, may still write a note there.
     elsewhere = folder.with_name(f"{folder.name}-least")
     if paths := options.get("nvme_path"):
         options["nvme_path"] = [str(elsewhere / str(drive)) for drive in range(len(paths))]
+    options = {which: 1, "vocabulary": "whole"} | options | {"resume": "restart"}
     try:
-        start(job, placement, elsewhere, **({which: 1, "vocabulary": "whole"} | options)).destroy(remove=True)
+        start(job, placement, elsewhere, **options).destroy(remove=True)
     except offload.BudgetError as error:
         found = re.search(r"the least that works is [^(]*\((\d+) bytes\)", str(error))
         assert found is not None
         return int(found[1])
-    finally:
-        shutil.rmtree(elsewhere, ignore_errors=True)
     return 0
 
 

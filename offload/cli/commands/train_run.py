@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import errno
 import json
@@ -10,6 +9,7 @@ import logging
 import os
 import resource
 import signal
+import stat
 import statistics
 import sys
 import time
@@ -38,7 +38,7 @@ from offload.notices import ENDS, shell_command
 from offload.report.figures import compare, early_updates, early_words, forecast, warning, words
 from offload.report.log import median_rates, rate_words
 from offload.report.phases import Bound, advice, bound
-from offload.sizes import count_of, format_decimal, format_share, format_size
+from offload.sizes import MIB, count_of, format_decimal, format_share, format_size
 
 if TYPE_CHECKING:
     from offload.finetune.corpus.chats import Example
@@ -50,38 +50,51 @@ if TYPE_CHECKING:
 # Output of `offload train` for each step: a line in a log, and a progress line or plain lines for the user.
 
 
+_MOST_WAITING = 64 * MIB
+"""Bytes of a log that may wait for room on its drive."""
+
+
 class StepLog:
-    """The log of steps. After a failed write the log is closed with a warning, and training continues."""
+    """The log of steps. Lines that find no room on the drive wait in memory for it, and training continues."""
 
     def __init__(self, path: Path | None, say: Callable[[str], None]) -> None:
         self._path, self._say = path, say
         # Held until the end, so that no other run writes to the file; a device or a pipe cannot be.
         self._file: IO[str] | None = None if path is None else hold_log(path) or open(path, "a", encoding="utf-8")
+        self._waiting = bytearray()
+        """The lines that are not in the file yet; the first may be there in part."""
+        self._warned = False
 
     def __enter__(self) -> StepLog:
         return self
 
     def __exit__(self, *_: object) -> None:
-        self._close()
+        self._write_waiting(last=True)
 
     def write(self, content: Mapping[str, Any]) -> None:
+        if self._file is not None:
+            self._waiting += f"{json_line(content)}\n".encode()
+            self._write_waiting()
+
+    def _write_waiting(self, last: bool = False) -> None:
+        """Writes the lines that wait. `last` closes the file, as an error does that no room would cure."""
         if self._file is None:
             return
+        descriptor = self._file.fileno()
         try:
-            print(json_line(content), file=self._file, flush=True)
+            while self._waiting:
+                del self._waiting[: os.write(descriptor, self._waiting)]
+            self._warned = False
         except OSError as error:
-            self._close()
-            self._say(
-                f"warning: cannot write the log {self._path}: {error.strerror}; training continues, and nothing more "
-                f"is written to the log"
-            )
-
-    def _close(self) -> None:
-        if self._file is not None:
-            # close() tries to write the rest again and fails again; `write` has warned already.
-            with contextlib.suppress(OSError):
-                self._file.close()
-        self._file = None
+            # A pipe whose reader has gone stays so.
+            last = last or len(self._waiting) > _MOST_WAITING or not stat.S_ISREG(os.fstat(descriptor).st_mode)
+            if last or not self._warned:
+                then = "its last lines are missing" if last else "training continues, and its lines wait for room"
+                self._say(f"warning: cannot write the log {self._path}: {error.strerror}; {then}")
+            self._warned = True
+        if last:
+            self._file.close()
+            self._file = None
 
 
 class ProgressLine:
