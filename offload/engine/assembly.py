@@ -283,7 +283,7 @@ def _components(
         release_heap()  # the first weights were made and freed unit by unit
 
         # Gradients, and what stands on the model.
-        schedule = _schedule(plan, model, callbacks)
+        schedule = _schedule(plan, model, callbacks, agreement)
         gradients = _gradients(plan, files, host, arena, pager, agreement, schedule, callbacks, compute)
         undo.callback(gradients.close)
         handles = _handles(plan, model, forms)
@@ -924,7 +924,7 @@ def _spill(plan: Plan, files: RunFiles, queue: SharedQueue, host: HostArena, pag
     )
 
 
-def _schedule(plan: Plan, model: nn.Module, callbacks: EngineCallbacks) -> PassSchedule:
+def _schedule(plan: Plan, model: nn.Module, callbacks: EngineCallbacks, agreement: Agreement) -> PassSchedule:
     if isinstance(model, PipelineStages):
         return StageRun(model)
     if plan.schedule.schedule != LAYER_MAJOR:
@@ -935,6 +935,7 @@ def _schedule(plan: Plan, model: nn.Module, callbacks: EngineCallbacks) -> PassS
         wanted=plan.config.offload.schedule == LAYER_MAJOR,
         room=callbacks.device_room if plan.schedule.after_a_step else None,
         line=line_for_a_loop_of_calls(plan) if plan.world.everyone.rank == 0 else None,
+        anywhere=lambda here: agreement.mean(float(here)) > 0,
     )
 
 

@@ -367,6 +367,7 @@ class LayerMajor(PassSchedule):
         wanted: bool,
         room: Callable[[], DeviceRoom] | None = None,
         line: str | None = None,
+        anywhere: Callable[[bool], bool] = bool,
     ) -> None:
         """Makes a schedule without borders; see `install`.
 
@@ -376,9 +377,10 @@ class LayerMajor(PassSchedule):
             wanted: True if the user asks for turns by name.
             room: returns the device's room, if the first step must show that all activations fit.
             line: line for the user whose loop runs each micro-batch by itself.
+            anywhere: takes a fact of this rank, and returns whether it is true on any rank; a collective.
         """
         self._blocks, self._device, self._wanted = blocks, device, wanted
-        self._room, self._line = room, line
+        self._room, self._line, self._anywhere = room, line, anywhere
         self._modules: Mapping[str, nn.Module] = {}
         self._local = _ThreadPosition()
         self._owner: threading.Thread | None = None
@@ -451,7 +453,8 @@ class LayerMajor(PassSchedule):
 
         Raises `UsageError` if a signal's handler has entered the engine, which ends the micro-batches.
         """
-        if generators.micro_batches < 2 or not self.possible:
+        # Ranks with two orders would add gradients in a third. A value, a hook or a mode of one rank counts for all.
+        if generators.micro_batches < 2 or self._anywhere(not self.possible):
             return super().run(works, generators, turns)
         works, settings = list(works), ThreadSettings(self._device)
         with turns(len(works)):
@@ -527,11 +530,11 @@ class LayerMajor(PassSchedule):
     def _watch(self, generators: MicroBatchGenerators) -> None:
         """Finds out whether the model keeps values between blocks: runs a forward, or all micro-batches one by one."""
         waiting = list(self._waiting)
-        kept = self._kept_in_forward(0, waiting[0], generators)
+        keeps = self._anywhere(self._kept_in_forward(0, waiting[0], generators) is not None)
         if self._wanted and self.allows_turns:
-            if kept is not None and len(waiting) > 1:
+            if keeps and len(waiting) > 1:
                 self._mind_change(self._kept_in_forward(1, waiting[1], generators))
-        elif kept is not None or self._room is not None:
+        elif keeps or self._room is not None:
             self._one_by_one = True
             for number, micro_batch in enumerate(waiting):
                 if number == 1:

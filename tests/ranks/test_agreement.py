@@ -12,6 +12,7 @@ import sys
 import threading
 import time
 import traceback
+from collections.abc import Mapping
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -478,12 +479,11 @@ def asking_loss(model: Any, step: int, micro: int) -> torch.Tensor:
         return branching_loss(model, step, micro)
 
 
-def in_lives(job: Job, lives: tuple[int, ...], folder: Path, room: str = ROOM, schedule: str = "auto") -> Result:
+def in_lives(job: Job, lives: tuple[int, ...], folder: Path, room: str = ROOM, more: Mapping[str, str] = {}) -> Result:
     """Trains up to each number of steps of `lives`, by an engine that resumes what the one before has committed."""
     losses, norms, weights = [], [], {}
     for steps in lives:
-        options = {"device_memory": room, "schedule": schedule}
-        engine = start(job, DISK, folder, resume="auto", durability="step", **options)
+        engine = start(job, DISK, folder, device_memory=room, resume="auto", durability="step", **more)
         while engine.global_steps < steps:
             losses.append(accumulated_step(engine, job, engine.global_steps))
             norms.append(engine.get_global_grad_norm() or 0.0)
@@ -529,6 +529,9 @@ def test_three_ranks_that_leave_the_path_add_up_the_same_in_each_life(name: str,
         same_in_all_lives(LEAVING[name], three, tmp_path)
 
 
+IN_TURNS = {"schedule": "layer_major"}
+
+
 class Caching(Branching):
     """A model whose first forward in a process stores a value."""
 
@@ -546,10 +549,36 @@ def test_a_resumed_step_takes_turns_though_its_first_forward_stores_a_value(
 ) -> None:
     """The first step of the run has shown that the value is harmless; without turns ranks add in another order."""
     job = Job(Caching, rows_loss, stage=stage, steps=4, accumulation=3)
-    unbroken = ranks.run(in_lives, job, (4,), tmp_path / "unbroken", ROOM, "layer_major")
-    resumed = ranks.run(in_lives, job, (2, 4), tmp_path / "resumed", ROOM, "layer_major")
+    unbroken = ranks.run(in_lives, job, (4,), tmp_path / "unbroken", ROOM, IN_TURNS)
+    resumed = ranks.run(in_lives, job, (2, 4), tmp_path / "resumed", ROOM, IN_TURNS)
     for expected, result in zip(unbroken, resumed, strict=True):
         assert_same(expected, result)
+
+
+class KeepingOnOneRank(Branching):
+    """A model that stores a value in each forward, on the second rank alone."""
+
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        if rank_and_size()[0] == 1:
+            self.seen = 1
+        return super().forward(ids)
+
+
+def in_memory(job: Job, folder: Path) -> Result:
+    engine = start(job, ("none", "none"), folder)
+    result = trained(engine, job, accumulated_step)
+    engine.destroy(remove=True)
+    return result
+
+
+@pytest.mark.parametrize("stage", [2, 3])
+def test_a_value_that_one_rank_stores_decides_the_order_of_all(stage: int, ranks: RankPool, tmp_path: Path) -> None:
+    job = Job(KeepingOnOneRank, rows_loss, stage=stage, steps=3, accumulation=3)
+    memory = ranks.run(in_memory, job, tmp_path / "memory")
+    for name, lives in (("unbroken", (3,)), ("resumed", (1, 3))):
+        lived = ranks.run(in_lives, job, lives, tmp_path / name, ROOM, {"activations": "device"})
+        for expected, result in zip(memory, lived, strict=True):
+            assert_same(expected, result, name)
 
 
 def in_order(job: Job, folder: Path, schedule: str) -> tuple[bool, Result]:
