@@ -45,7 +45,10 @@ def parse_memory(text: str) -> int:
 
     A number without a unit is refused: a user who types "64" means gigabytes.
     """
-    return parse_size(re.sub(r"([kmgt])b\s*$", r"\1ib", with_unit(text), flags=re.IGNORECASE))
+    nbytes = parse_size(re.sub(r"([kmgt])b\s*$", r"\1ib", with_unit(text), flags=re.IGNORECASE))
+    if not nbytes:
+        raise ConfigError(f"expected a size above 0, such as '64GB', got {text!r}")
+    return nbytes
 
 
 def with_unit(text: str) -> str:

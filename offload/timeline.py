@@ -198,6 +198,9 @@ class Timeline:
                 file.write("\n]}\n")
         except OSError as error:
             logger.error("cannot write the timeline %s: %s", self.path, error.strerror)
+            with contextlib.suppress(OSError):
+                if self.path.is_file():
+                    self.path.unlink()  # no program reads a part of it
         self._written = True
 
     # -- the file -----------------------------------------------------------------------------------

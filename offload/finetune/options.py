@@ -235,7 +235,7 @@ class Options:
     )
     keep: bool = switch("Keep the swap files after the last step.")
     keep_every: int | None = option(
-        "Keep the state of each step that is a multiple of this, for `offload fork`. [default: none]"
+        "Keep the state of each step that is a multiple of this, for `offload fork`. [default: none]", min=1
     )
     log: Path | None = option(
         "Write a JSON object a step. A resumed run appends to the file, a new one moves an earlier log aside.",

@@ -5,7 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 
-from offload.options import argument, dtypes, option
+from offload.options import argument, checked, dtypes, option
+from offload.sizes import parse_device_size, parse_size
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -28,9 +29,10 @@ class ModelOptions:
         **dtypes("bf16", "fp16", "fp32"),
     )
     host_memory: str | None = option(
-        "Host budget, as 16GiB: more holds weights between uses. [default: what is needed]"
+        "Host budget, as 16GiB: more holds weights between uses. [default: what is needed]", **checked(parse_size)
     )
     device_memory: str | None = option(
-        "Device budget for weights, as 8GiB, or 50%: that share stays. [default: three of the largest layer]"
+        "Device budget for weights, as 8GiB, or 50%: that share stays. [default: three of the largest layer]",
+        **checked(parse_device_size),
     )
     device: str | None = option("Where to compute: auto, cpu, cuda, or another accelerator of torch. [default: auto]")

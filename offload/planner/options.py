@@ -34,7 +34,7 @@ class PlanOptions:
         group="Model",
     )
     parameters: str | None = option("Instead of a model: number of parameters, as 13B or 350M.", **checked(parse_count))
-    layers: int | None = option("With --parameters: number of layers.")
+    layers: int | None = option("With --parameters: number of layers.", min=1)
     lora: str | None = option("Train adapters alone, as `offload train --lora`.", metavar="r=N[,…]")
     load_in_4bit: bool = switch("With --lora: store the frozen matrices in 4 bits (nf4).")
     load_in_8bit: bool = switch("The same in 8 bits (int8).")

@@ -79,7 +79,7 @@ def test_another_processor_is_another_machine(tmp_path: Path) -> None:
 def test_bad_input_is_refused(tmp_path: Path) -> None:
     for arguments in (["--size", "many"], ["--device", "tpu"]):
         done = run(str(tmp_path), *arguments)
-        assert done.exit_code == 2 and ("error: expected" in done.output or "error: there is no" in done.output)
+        assert done.exit_code == 2 and ("expected a size" in done.output or "error: there is no" in done.output)
     done = run(str(tmp_path / "none"))
     assert done.exit_code == 2 and "none" in done.output
 

@@ -171,7 +171,7 @@ def test_other_updates_take_one_pass(
 
 
 def test_a_commit_has_the_moments_of_its_second_passes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    alone = run(JOB, ("none", "none"), tmp_path / "alone")
+    alone = run(JOB._replace(steps=4), ("none", "none"), tmp_path / "alone")
     held = Kernels(monkeypatch)
     for steps in (3, 4):  # between two commits, then at one
         options = {"durability": {"every": 2}, "resume": "auto"}

@@ -364,7 +364,7 @@ def _check_gpu_options(typed: GpuOptions) -> None:
                 f"expected --{name.replace('_', '-')} of {', '.join(choices)}, got {getattr(typed, name)!r}"
             )
     numbers = {"batch-size": typed.batch_size, "seq-len": typed.seq_len, "micro-batches": typed.micro_batches}
-    for name, value in {**numbers, "steps": typed.steps}.items():
+    for name, value in {**numbers, "steps": typed.steps, "nbytes": parse_size(typed.nbytes)}.items():
         if value is not None and value < 1:
             raise ConfigError(f"expected {name} of at least 1, got {value}")
     if not typed.budget_minutes > 0:
@@ -390,7 +390,9 @@ class TrainBenchOptions:
     rounds: int = option("Rounds; each runs all contenders in turns.", default=5)
     steps: int = option("Steps of a turn that count; two before them do not.", default=3)
     recompute: bool = switch("Models compute their activations again in the backward.")
-    gpu_memory: str | None = option("GPU memory that each contender but plain may take, as 24GiB. [default: all]")
+    gpu_memory: str | None = option(
+        "GPU memory that each contender but plain may take, as 24GiB. [default: all]", **checked(parse_size)
+    )
     threads: int | None = option("Threads of each contender. [default: all cores]")
     only: tuple[str, ...] = option(
         "Only contenders whose names begin with this, and plain; may repeat. [default: all]", default=()
@@ -447,7 +449,7 @@ class CardOptions:
     """Options of `offload bench card` as they are typed. None stands for an option that was not given."""
 
     folder: Path = argument("Folder for swap files, on the drive to measure.")
-    gpu_memory: str | None = option("GPU memory that may be taken, as 24GiB. [default: all]")
+    gpu_memory: str | None = option("GPU memory that may be taken, as 24GiB. [default: all]", **checked(parse_size))
     minutes: float = option("Minutes that the command may take.", default=12.0)
     only: tuple[str, ...] = option(
         "Only these: models, which are presets, text, peers; may repeat. [default: all]", default=()

@@ -10,13 +10,15 @@ import sys
 import time
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
+from io import FileIO
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, TextIO
+from typing import TYPE_CHECKING, Any, Literal
 
 from offload.cli.console import FAILED, Json, errors
 from offload.cli.options import takes_options
 from offload.cli.signals import signals
 from offload.errors import ConfigError, printable
+from offload.fileio import naming_errors
 from offload.offline.options import ModelOptions
 from offload.options import option, switch
 from offload.sizes import count_of, format_size
@@ -322,16 +324,24 @@ def _lines(output: Path | None, in_one_object: bool) -> Iterator[tuple[Callable[
     if not os.access(output.parent, os.W_OK | os.X_OK):
         raise ConfigError(f"{output} cannot be made: its folder does not exist, or you may not write to it")
     with contextlib.ExitStack() as opened:
-        file: TextIO | None = None
+        file: FileIO | None = None
 
         def write(content: Any) -> None:
             nonlocal file
-            # Opened by the first line, so that a failed start leaves no file that blocks the next one. Mode "x": a
-            # second call never overwrites scores that took hours.
-            file = file or opened.enter_context(output.open("x", encoding="utf-8"))
-            print(json_line(content), file=file, flush=True)
+            line = f"{json_line(content)}\n".encode()
+            with naming_errors(output, "write"):
+                # Opened by the first line, so that a failed start leaves no file that blocks the next one. Mode "x": a
+                # second call never overwrites scores that took hours.
+                file = file or opened.enter_context(output.open("xb", buffering=0))
+                while line:
+                    line = line[file.write(line) :]
 
-        yield write, kept
+        try:
+            yield write, kept
+        except BaseException:
+            if file is not None and not output.stat().st_size:
+                output.unlink()
+            raise
         if file is None:
             output.touch()
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -157,6 +158,8 @@ def _asked(options: PlanOptions, planned: Planned) -> Asked:
     from offload.planner.output import Asked
     from offload.planner.request import endurance
 
+    if options.price is not None and not 0 <= options.price < math.inf:
+        raise ConfigError(f"expected --price of at least 0, got {options.price}")
     if options.steps is not None:
         if options.tokens is not None:
             raise ConfigError("--tokens and --steps both say how long the run is; give one of them")
