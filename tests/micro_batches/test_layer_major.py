@@ -112,9 +112,9 @@ class Keeping(nn.Linear):
         return super().forward(hidden)
 
 
-@pytest.mark.parametrize("kept", [True, False])
+@pytest.mark.parametrize("keeps", [True, False])
 def test_a_resumed_run_keeps_its_order_and_says_so(
-    kept: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    keeps: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     """The first step of a run decides its order, since ranks add gradients by it."""
     job = Job(
@@ -124,14 +124,14 @@ def test_a_resumed_run_keeps_its_order_and_says_so(
     )
     orders = []
     for life in range(3):
-        monkeypatch.setattr(Keeping, "keeps", kept if life < 1 else not kept)
+        monkeypatch.setattr(Keeping, "keeps", keeps if life < 1 else not keeps)
         engine = start(job, ("nvme", "nvme"), tmp_path, schedule="layer_major", resume="auto", durability="step")
         orders.append(engine.schedule)
         if life != 1:  # a life without a step forgets nothing
             accumulated_step(engine, job, engine.global_steps)
             orders.append(engine.schedule)
         engine.destroy()
-    if kept:
+    if keeps:
         assert orders == [LAYER_MAJOR, *[MICRO_BATCH_MAJOR] * 4]
         assert "as in this run so far: its first step has found a value that the model keeps" in caplog.text
     else:

@@ -86,16 +86,16 @@ def _live(plan: Plan, number: int, folder: Path) -> Life:
             each.start()
     _wait(lives, logs)
     statuses = [_status(each) for each in lives]
-    waiting = [each for each in lives if _status(each) is None]
-    for each in waiting:
+    waiting = [life for life in lives if _status(life) is None]
+    for life in waiting:
         with contextlib.suppress(ProcessLookupError):
-            os.kill(each.pid or 0, signal.SIGUSR1)  # it writes down where its threads are
+            os.kill(life.pid or 0, signal.SIGUSR1)  # it writes down where its threads are
     if waiting:
         time.sleep(2)  # all of them, before the end of one changes what the others do
-    for each in waiting:
-        each.kill()
-        connection.wait([each.sentinel])
-        _status(each)
+    for life in waiting:
+        life.kill()
+        connection.wait([life.sentinel])
+        _status(life)
     return Life(tuple(statuses), tuple(_read(log, start) for log, start in zip(logs, seen, strict=True)))
 
 
