@@ -109,8 +109,8 @@ def _status(life: Any) -> int | None:
 def _wait(lives: Sequence[Any], logs: Sequence[Path]) -> None:
     """Waits until all processes have ended, or have written nothing for `PATIENCE` seconds, however slow they are."""
     seen, since, delay = 0, time.monotonic(), 0.0
-    while running := [each for each in lives if _status(each) is None]:
-        connection.wait([each.sentinel for each in running], 1)
+    while running := [life for life in lives if _status(life) is None]:
+        connection.wait([life.sentinel for life in running], 1)
         written = sum(log.stat().st_size for log in logs if log.exists())
         if written != seen:
             seen, since, delay = written, time.monotonic(), _delay(running)
