@@ -18,7 +18,7 @@ _UNITS = {"": 1, "b": 1}
 for _power, _letter in enumerate("kmgtp", start=1):
     _UNITS[_letter] = _UNITS[_letter + "ib"] = 1024**_power
     _UNITS[_letter + "b"] = 1000**_power
-_SIZE = re.compile(r"\s*([0-9]+(?:\.[0-9]*)?(?:e\+?[0-9]+)?)\s*([a-z]*)\s*", re.IGNORECASE)
+_SIZE = re.compile(r"\s*((?:[0-9]+\.?[0-9]*|\.[0-9]+)(?:e\+?[0-9]+)?)\s*([a-z]*)\s*", re.IGNORECASE)
 
 
 def parse_size(text: str | int | float, *, other: str = "") -> int:
@@ -210,7 +210,7 @@ def parse_budget(text: str) -> tuple[int, float]:
     length = None if match is None else _PERIODS.get(match[2].lower())
     if match is not None and length is not None:
         with contextlib.suppress(ConfigError):  # of the size alone
-            nbytes = parse_size(re.sub(r"(?<=b)w\s*$", "", size, flags=re.IGNORECASE))
+            nbytes = parse_size(with_unit(re.sub(r"(?<=b)w\s*$", "", size, flags=re.IGNORECASE)))
             seconds = float(match[1] or 1) * length
             if nbytes and seconds:
                 return nbytes, seconds

@@ -15,8 +15,9 @@ the number of the step: all ranks draw alike, a step that is made again draws th
 the next step.
 
 [Note: share] N blocks and M micro-batches make N M calls of about a step's compute together. So a step is audited with
-the probability min(1, 0.005 N M), and the audit's expected share of the compute is at most 0.5 %. Of the states in
-memory an update and the next step compute the checksums of a share of 0.005 M at most. All of them would take 1.4 times
+the probability min(1, 0.003 N M), and the expected share of audited calls in the blocks' compute is at most 0.3 %. With
+checksums, and threads that wait, that measured 0.2 to 0.5 % of a step (docs/concepts/bits.md). Of the states in memory
+an update and the next step compute the checksums of a share of 0.003 M at most. All of them would take 1.4 times
 the processor time of AdamW's kernel: 12 bytes of a bf16 parameter, twice. Further copies of weights take 6 bytes more,
 and a gradient in fp32 takes 4, twice. Of a gradient, the last micro-batch alone leaves checksums: those of all
 micro-batches would take a share that grows with their number.
@@ -65,8 +66,8 @@ from offload.torch_internals import (
     under_transforms,
 )
 
-SHARE = 0.005
-"""Largest expected share of an audit in the compute of a step."""
+SHARE = 0.003
+"""Expected share of the audited calls in the compute of the blocks."""
 
 
 class Choice(NamedTuple):

@@ -86,7 +86,7 @@ def cases(
             raise ConfigError(f"there is no dtype {name!r} of moments here: expected {', '.join(MOMENT_DTYPES)}")
     for count in threads:
         if not 1 <= count <= settings.MOST_THREADS:
-            raise ConfigError(f"expected threads >= 1 and at most {settings.MOST_THREADS}, got {count}")
+            raise ConfigError(f"expected --threads >= 1 and at most {settings.MOST_THREADS}, got {count}")
     kinds = [
         (dtype, grad, moment)
         for dtype in dtypes or ("bf16",)
@@ -104,7 +104,7 @@ def measure(
     Restores the environment's settings of the kernels afterwards.
     """
     if numel < 1 or rounds < 1:
-        raise ConfigError(f"expected numel >= 1 and rounds >= 1, got {numel} and {rounds}")
+        raise ConfigError(f"expected --numel >= 1 and --rounds >= 1, got {numel} and {rounds}")
     before = torch.get_num_threads()
     rows: list[AdamRow] = []
     try:

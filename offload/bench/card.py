@@ -159,7 +159,7 @@ def check(folder: Path, gpu_memory: int | None, minutes: float, only: Sequence[s
     if not os.access(folder, os.W_OK | os.X_OK):
         raise ConfigError(f"the folder {folder} is not writable, and swap files go there; give another one")
     if not minutes > 0:
-        raise ConfigError(f"expected minutes above 0, got {minutes:g}")
+        raise ConfigError(f"expected --minutes above 0, got {minutes:g}")
     device = compute_device("auto")
     if gpu_memory is not None and device.type != "cuda":
         raise ConfigError(f"--gpu-memory limits a GPU, and this machine computes on {device.type}: leave it out")

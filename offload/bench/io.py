@@ -144,14 +144,14 @@ def make_plan(
 def _check_numbers(blocks: Sequence[int], depths: Sequence[int], nbytes: int, request_bytes: int, rounds: int) -> None:
     for block in blocks:
         if block < PAGE or block % PAGE:
-            raise ConfigError(f"expected block sizes that are multiples of {PAGE}, got {block}")
+            raise ConfigError(f"expected a --block-size that is a multiple of {PAGE}, got {block}")
     for name, value in (("depth", min(depths)), ("rounds", rounds)):
         if value < 1:
-            raise ConfigError(f"expected {name} >= 1, got {value}")
+            raise ConfigError(f"expected --{name} >= 1, got {value}")
     if max(depths) > 4096:
-        raise ConfigError(f"expected depth <= 4096, got {max(depths)}")
+        raise ConfigError(f"expected --depth <= 4096, got {max(depths)}")
     if nbytes < PAGE or request_bytes < PAGE:
-        raise ConfigError(f"expected sizes of at least {PAGE} bytes, got {nbytes} and {request_bytes}")
+        raise ConfigError(f"expected --size and --request of at least {PAGE} bytes, got {nbytes} and {request_bytes}")
 
 
 Passes = dict[tuple[Case, str], list[TimedTransfer]]

@@ -126,13 +126,13 @@ def make_plan(folders: Sequence[str], **settings: Any) -> SwapPlan:
 def _check_numbers(plan: SwapPlan, unit_bytes: int, probe_bytes: int) -> None:
     for name in ("units", "steps", "rounds", "accumulation"):
         if getattr(plan, name) < 1:
-            raise ConfigError(f"expected {name} >= 1, got {getattr(plan, name)}")
+            raise ConfigError(f"expected --{name} >= 1, got {getattr(plan, name)}")
     for ms in plan.compute_ms:
         if not 0 <= ms <= 1e6:
-            raise ConfigError(f"expected compute-ms from 0 to 1000000, got {ms:g}")
+            raise ConfigError(f"expected --compute-ms from 0 to 1000000, got {ms:g}")
     for name, nbytes in (("unit-size", unit_bytes), ("probe-size", probe_bytes)):
         if nbytes < PAGE:
-            raise ConfigError(f"expected {name} of at least {PAGE} bytes, got {nbytes}")
+            raise ConfigError(f"expected --{name} of at least {PAGE} bytes, got {nbytes}")
 
 
 def _check_choices(plan: SwapPlan) -> None:

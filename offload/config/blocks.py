@@ -1299,7 +1299,7 @@ class OffloadBlock(Block):
         "concepts/drive-wear.md"
     )
     audit: Literal["random"] | None = key(
-        "random: compute the gradient of a random block and micro-batch again, for at most 0.5 % of the compute, "
+        "random: compute the gradient of a random block and micro-batch again, for about 0.5 % of a step at most, "
         "compare the block's weights, states and waiting gradients with what was written, and raise an AuditError "
         "before the update if a bit differs; takes the memory of one block's activations and gradients more; see "
         "concepts/bits.md"

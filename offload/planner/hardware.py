@@ -165,7 +165,8 @@ def parse_drive(text: str) -> Drive:
         free = parse_size(with_unit(fields[2])) if len(fields) == 3 else None
     except ConfigError as error:
         raise ConfigError(
-            f"expected a drive such as '7GB/s,4GB/s' (reads, writes) or '7GB/s,4GB/s,2TB' (free), got {text!r}: {error}"
+            f"expected a --drive such as '7GB/s,4GB/s' (reads, writes) or '7GB/s,4GB/s,2TB' (free), got {text!r}: "
+            f"{error}"
         ) from error
     return Drive(f"drive of {fields[0]}", read, write, 2 / (1 / read + 1 / write), free)
 

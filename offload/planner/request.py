@@ -351,10 +351,10 @@ def _dtype(request: PlanOptions) -> str:
 
 def _check(request: PlanOptions) -> None:
     """Raises `ConfigError` for values out of range, and for options that a config file already sets."""
-    for name in ("batch_size", "seq_len", "accumulation"):
+    for name in ("batch_size", "seq_len", "accumulation", "steps"):
         value = getattr(request, name)
         if value is not None and value < 1:
-            raise ConfigError(f"expected {name.replace('_', '-')} of at least 1, got {value}")
+            raise ConfigError(f"expected --{name.replace('_', '-')} of at least 1, got {value}")
     # Each message is written out, since docs/reference/errors.md lists it and users search for its words.
     if request.dtype is not None and request.dtype not in DTYPES:
         raise ConfigError(f"there is no dtype {request.dtype!r}: expected {', '.join(DTYPES)}")

@@ -72,7 +72,7 @@ def test_calls_are_drawn_alike_and_take_the_share_of_a_step_that_is_promised() -
     share = chosen.total() / blocks / micro_batches / len(steps)
     deviation = (SHARE / blocks / micro_batches / len(steps)) ** 0.5
     assert abs(share - SHARE) < 5 * deviation
-    assert all(choose(7, step, 100, 3) is not None for step in range(100)), "300 calls: one of them is less than 0.5 %"
+    assert all(choose(7, step, 100, 4) is not None for step in range(100)), "400 calls: one of them is 0.25 %"
     assert choose(7, 1, 0, 1) is None, "a model without blocks"
 
 

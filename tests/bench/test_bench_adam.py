@@ -53,7 +53,7 @@ def test_bytes_are_those_of_the_arrays(dtype: str, nbytes: int) -> None:
         (["--moments", "fp16"], "of moments here: expected fp32, bf16"),
         (["--isa", "sse9"], _native.supported_isas()[0]),
         (["--dtype", "int8"], "bf16, fp32, fp16"),
-        (["--threads", "0"], "threads >= 1"),
+        (["--threads", "0"], "--threads >= 1"),
         (["--threads", "100000"], "at most 1024"),  # OpenMP ends the process
         (["--numel", "many"], "250M, 64Mi"),
         (["--numel", "0"], "250M, 64Mi"),

@@ -78,7 +78,7 @@ def test_a_row_and_a_run_that_is_killed(tmp_path: Path, monkeypatch: pytest.Monk
     ("options", "words"),
     [
         (("/none/such",), "there is no folder /none/such; make it with `mkdir -p /none/such`"),
-        ((".", "--minutes", "0"), "expected minutes above 0"),
+        ((".", "--minutes", "0"), "expected --minutes above 0"),
         ((".", "--only", "llama-2b"), "--only llama-2b: expected text, peers or a preset: gpt2-tiny, gpt2-small"),
         ((".", "--only", "./folder"), "--only ./folder: expected text, peers or a preset"),
         ((".", "--output", "."), "--output . is a folder: give a file"),

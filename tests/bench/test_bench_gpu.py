@@ -78,10 +78,10 @@ def test_without_a_gpu_the_command_is_an_error_that_touches_nothing(tmp_path: Pa
     ("options", "words"),
     [
         (("--device", "tpu"), "expected --device cuda or cpu"),
-        (("--device", "cpu", "--steps", "0"), "expected steps of at least 1"),
+        (("--device", "cpu", "--steps", "0"), "expected --steps of at least 1"),
         (("--device", "cpu", "--loop", "accumulate"), "expected --loop of train_batch, micro_batches, both"),
-        (("--device", "cpu", "--micro-batches", "0"), "expected micro-batches of at least 1"),
-        (("--device", "cpu", "--budget-minutes", "0"), "expected minutes above 0"),
+        (("--device", "cpu", "--micro-batches", "0"), "expected --micro-batches of at least 1"),
+        (("--device", "cpu", "--budget-minutes", "0"), "expected --budget-minutes above 0"),
         (("--device", "cpu", "--nbytes", "many"), "many"),
         (("/none/such", "--device", "cpu"), "there is no folder /none/such"),
         (("--device", "cpu", "--output", "/none/such/file"), "there is no folder /none/such"),

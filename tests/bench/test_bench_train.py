@@ -155,8 +155,8 @@ def test_contenders_are_chosen_by_the_beginnings_of_their_names(tmp_path: Path) 
     ("options", "words"),
     [
         (("--dtype", "fp8"), "expected auto, bf16, fp32"),
-        (("--rounds", "0"), "expected rounds of at least 1"),
-        (("--threads", "0"), "expected threads >= 1"),
+        (("--rounds", "0"), "expected --rounds of at least 1"),
+        (("--threads", "0"), "expected --threads >= 1"),
         pytest.param(("--gpu-memory", "24GiB"), "limits a GPU", marks=WITHOUT_GPU),
         (("--only", "nonsense"), "no contender's name begins with 'nonsense'"),
         (("--model", "nonsense"), "unknown model"),

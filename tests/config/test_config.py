@@ -261,6 +261,7 @@ def test_sizes_are_parsed() -> None:
         ("800MB", 800_000_000),
         (4096, 4096),
         ("1e9", 10**9),
+        (".5TB", 5 * 10**11),
     ):
         print(nbytes)
         assert parse_size(text) == nbytes
@@ -268,7 +269,7 @@ def test_sizes_are_parsed() -> None:
 
 def test_text_that_is_no_size_is_refused() -> None:
     text: object
-    for text in ("", "many", "-1", "1 XB", "1GiBB", True, "nan", "0x10"):
+    for text in ("", "many", "-1", "1 XB", "1GiBB", ".", "1.5.5GB", True, "nan", "0x10"):
         print(text)
         with pytest.raises(ConfigError, match="16GiB"):
             parse_size(text)  # type: ignore[arg-type]

@@ -148,7 +148,7 @@ def test_machines_are_parsed() -> None:
     drive = parse_drive("7GB/s,5GB/s,2TB")
     assert (drive.read, drive.write, drive.free) == (7e9, 5e9, parse_size("2TB"))
     assert parse_drive("3GB/s").write == 3e9
-    with pytest.raises(ConfigError, match="expected a drive"):
+    with pytest.raises(ConfigError, match="expected a --drive"):
         parse_drive("1,2,3,4")
 
 

@@ -116,7 +116,9 @@ def test_a_budget_is_bytes_over_a_time(text: str, nbytes: int, seconds: float) -
     assert load_config({"train_batch_size": 1, "offload": block}).offload.drive_budget == text
 
 
-@pytest.mark.parametrize("text", ["1TB", "1TB/", "/day", "1TB/fortnight", "0/day", "1TB/0h", "1TB/day/day", "", "5", 5])
+@pytest.mark.parametrize(
+    "text", ["1TB", "1TB/", "/day", "1TB/fortnight", "0B/day", "5/day", "1TB/0h", "1TB/day/day", "", "5", 5]
+)
 def test_what_is_no_budget_is_refused(text: Any) -> None:
     with pytest.raises(offload.errors.ConfigError, match=r"offload\.drive_budget expected bytes over a time, such as"):
         load_config({"train_batch_size": 1, "offload": {"drive_budget": text}})
@@ -188,7 +190,7 @@ def test_a_budget_is_kept_over_300_steps_with_kills(
 ) -> None:
     job, chance = JOB._replace(steps=300), random.Random(0)
     usual = run(job, ("cpu", "cpu"), tmp_path / "usual")
-    budget = f"{40 * STATES}/day"
+    budget = f"{40 * STATES}B/day"
     kills = sorted(chance.sample(range(5, 300), 8))
     engine, total, begun, resumed, left = begin(tmp_path, budget), 0, clock.now, [], list[int]()
 
@@ -255,7 +257,7 @@ def test_a_commit_that_sigkill_ends_has_been_counted(tmp_path: Path) -> None:
 
 
 def test_the_count_goes_on_after_an_end_and_after_a_kill(clock: Clock, tmp_path: Path) -> None:
-    budget = f"{8 * STATES}/day"
+    budget = f"{8 * STATES}B/day"
     engine, total = begin(tmp_path, budget), 0
     shares = []
     for end in ("destroy", "abandon", "destroy", "abandon"):
@@ -299,7 +301,7 @@ def test_a_promise_is_kept_and_the_end_of_the_budget_said(
     durability: Any, steps: list[int], clock: Clock, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     caplog.set_level(logging.INFO, "offload")
-    engine = begin(tmp_path, f"{30 * STATES}/day", durability=durability)
+    engine = begin(tmp_path, f"{30 * STATES}B/day", durability=durability)
     assert any("as the config promises, whatever" in line and "drive_budget" in line for line in engine.notices)
     made = set()
     for step in range(6):
@@ -313,7 +315,7 @@ def test_a_promise_is_kept_and_the_end_of_the_budget_said(
 
 
 def test_a_budget_that_is_spent_is_said_to_be(clock: Clock, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    engine = begin(tmp_path, f"{STATES}/day", durability="step")
+    engine = begin(tmp_path, f"{STATES}B/day", durability="step")
     for step in range(5):
         clock.now += 600
         train_step(engine, JOB, step)
@@ -328,7 +330,7 @@ def test_without_a_promise_commits_are_put_off_and_said(
     clock: Clock, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     caplog.set_level(logging.INFO, "offload")
-    engine = begin(tmp_path, f"{4 * STATES}/day")
+    engine = begin(tmp_path, f"{4 * STATES}B/day")
     assert any("durable as often as" in line and "at least one a day" in line for line in engine.notices)
     made = []
     for step in range(40):
@@ -339,7 +341,7 @@ def test_without_a_promise_commits_are_put_off_and_said(
     assert sorted(set(made)) == pytest.approx([0, 15, 25, 36], abs=1)
     assert not said(caplog)
     engine.destroy(remove=False)
-    engine = begin(tmp_path, f"{4 * STATES}/day", resume="must")
+    engine = begin(tmp_path, f"{4 * STATES}B/day", resume="must")
     assert engine.global_steps == 40, "an end commits the last step"
     engine.destroy(remove=True)
 
@@ -361,7 +363,7 @@ def test_without_commits_the_first_line_has_what_a_step_writes(tmp_path: Path) -
 
 
 def test_kept_steps_are_committed_whatever_the_budget(clock: Clock, tmp_path: Path) -> None:
-    engine = begin(tmp_path, f"{STATES}/day", keep_every=4)
+    engine = begin(tmp_path, f"{STATES}B/day", keep_every=4)
     made = set()
     for step in range(9):
         clock.now += 1
@@ -372,7 +374,7 @@ def test_kept_steps_are_committed_whatever_the_budget(clock: Clock, tmp_path: Pa
 
 
 def test_the_share_of_a_budget_is_a_number_of_each_step(clock: Clock, tmp_path: Path) -> None:
-    engine = begin(tmp_path, f"{10 * STATES}/day", log=str(tmp_path / "log.jsonl"))
+    engine = begin(tmp_path, f"{10 * STATES}B/day", log=str(tmp_path / "log.jsonl"))
     clock.now += 60
     train_step(engine, JOB, 0)
     assert engine.measured["drive_budget_used"] == pytest.approx(1 / 30, abs=0.01), "the first weights"
@@ -380,7 +382,7 @@ def test_the_share_of_a_budget_is_a_number_of_each_step(clock: Clock, tmp_path: 
 
 
 def test_nine_tenths_of_a_budget_are_said_once(clock: Clock, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    engine = begin(tmp_path, f"{20 * STATES}/day", durability="step")
+    engine = begin(tmp_path, f"{20 * STATES}B/day", durability="step")
     for step in range(21):
         clock.now += 300
         train_step(engine, JOB, step)
@@ -395,7 +397,7 @@ def commits_of_a_rank(folder: Path) -> list[int]:
     with pytest.MonkeyPatch.context() as patch:
         times = itertools.count(1e9, 0 if rank_and_size()[0] else 2160)
         testing.replace(patch, "clock.drive_budget", lambda: float(next(times)))
-        engine = begin(folder, f"{4 * STATES}/day")
+        engine = begin(folder, f"{4 * STATES}B/day")
         made = []
         for step in range(40):
             train_step(engine, JOB, step)
@@ -418,7 +420,7 @@ def test_the_first_rank_decides_for_all(ranks: RankPool, tmp_path: Path) -> None
         (("nvme", "nvme"), False, {"durability": "step"}, 12),
         (("nvme", "nvme"), False, {"durability": {"every": 3}}, 12),
         (("nvme", "nvme"), False, {"durability": "none"}, 12),
-        (("nvme", "nvme"), False, {"drive_budget": f"{STATES}/day"}, 12),
+        (("nvme", "nvme"), False, {"drive_budget": f"{STATES}B/day"}, 12),
         (("nvme", "nvme"), True, {"durability": "step"}, 12),
         (("nvme", "nvme"), True, {"durability": {"every": 3}}, 4),
         (("nvme", "nvme"), True, {"durability": "none"}, 0),
@@ -432,7 +434,7 @@ def test_the_first_rank_decides_for_all(ranks: RankPool, tmp_path: Path) -> None
         (("none", "none"), True, {"durability": {"every": 3}}, 4),
         (("none", "none"), True, {"durability": "none"}, 0),
         # A commit's states, checksums and record in the budget of three steps.
-        (("nvme", "nvme"), True, {"drive_budget": f"{STATES + 20_000}/day"}, 4),
+        (("nvme", "nvme"), True, {"drive_budget": f"{STATES + 20_000}B/day"}, 4),
     ],
     ids=str,
 )
@@ -486,9 +488,9 @@ def test_a_damaged_account_begins_anew_without_credit(
     garbage: str, clock: Clock, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     budget = 4 * STATES
-    begin(tmp_path, f"{budget}/day").destroy(remove=False)
+    begin(tmp_path, f"{budget}B/day").destroy(remove=False)
     (tmp_path / "default" / "rank0" / "budget").write_bytes(GARBAGE[garbage])
-    engine = begin(tmp_path, f"{budget}/day", resume="must")
+    engine = begin(tmp_path, f"{budget}B/day", resume="must")
     (line,) = [line for line in said(caplog) if "is no account of a drive budget" in line]
     assert "this run's count begins anew" in line
     made = set()

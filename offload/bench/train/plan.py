@@ -112,9 +112,9 @@ def make_plan(folder: Path, *, threads: int | None = None, only: Sequence[str] =
         raise ConfigError(f"there is no dtype {plan.dtype!r} here: expected {', '.join(DTYPES)}")
     for name in ("batch_size", "seq_len", "micro_batches", "rounds", "steps"):
         if getattr(plan, name) < 1:
-            raise ConfigError(f"expected {name.replace('_', '-')} of at least 1, got {getattr(plan, name)}")
+            raise ConfigError(f"expected --{name.replace('_', '-')} of at least 1, got {getattr(plan, name)}")
     if threads is not None and not 1 <= threads <= MOST_THREADS:
-        raise ConfigError(f"expected threads >= 1 and at most {MOST_THREADS}, got {threads}")
+        raise ConfigError(f"expected --threads >= 1 and at most {MOST_THREADS}, got {threads}")
     device = compute_device("auto")
     if plan.gpu_memory is not None and device.type != "cuda":
         raise ConfigError(f"--gpu-memory limits a GPU, and this machine computes on {device.type}: leave it out")

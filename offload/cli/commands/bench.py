@@ -366,9 +366,9 @@ def _check_gpu_options(typed: GpuOptions) -> None:
     numbers = {"batch-size": typed.batch_size, "seq-len": typed.seq_len, "micro-batches": typed.micro_batches}
     for name, value in {**numbers, "steps": typed.steps, "nbytes": parse_size(typed.nbytes)}.items():
         if value is not None and value < 1:
-            raise ConfigError(f"expected {name} of at least 1, got {value}")
+            raise ConfigError(f"expected --{name} of at least 1, got {value}")
     if not typed.budget_minutes > 0:
-        raise ConfigError(f"expected minutes above 0, got {typed.budget_minutes:g}")
+        raise ConfigError(f"expected --budget-minutes above 0, got {typed.budget_minutes:g}")
 
 
 _LEAST_WIDTH = 180

@@ -163,8 +163,6 @@ def _asked(options: PlanOptions, planned: Planned) -> Asked:
     if options.steps is not None:
         if options.tokens is not None:
             raise ConfigError("--tokens and --steps both say how long the run is; give one of them")
-        if options.steps < 1:
-            raise ConfigError(f"expected --steps of at least 1, got {options.steps}")
         tokens: int | None = options.steps * planned.timing.tokens
     else:
         tokens = None if options.tokens is None else parse_count(options.tokens)
