@@ -319,6 +319,7 @@ class EngineCore(EngineCallbacks):
         # allocator shows their peak, and the arena may grow into the memory that they leave free.
         self.device_budget.end_step()
         self.components.activations.end_step(self.state.global_steps)
+        self.components.schedule.end_step()
         self.state.ended()
         self.components.meter.end_step(
             self.optimizer_step.stepped()._replace(host_given_back=self.host_watch.given_back)

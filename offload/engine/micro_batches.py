@@ -118,6 +118,9 @@ class PassSchedule(Extension):
     def forget(self) -> None:
         """Forgets the micro-batches since the last step. The caller drops their gradients."""
 
+    def end_step(self) -> None:
+        """Receives that a step has been applied."""
+
     def pipeline_stages(self, device: torch.device, calls: StageCalls) -> list[Any]:
         """Returns the stages of a pipeline in this process; see `Engine.pipeline_stages`."""
         raise UsageError(

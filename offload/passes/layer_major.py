@@ -18,10 +18,10 @@ its micro-batches in order.
 In the first step the modules are watched during the first micro-batch's forward, for which all others wait. A model
 that keeps values on its modules between blocks (`ModuleState`) must not let micro-batches take turns. If the first
 forward leaves values, it may have made them for good, as a cache: then all micro-batches of this step pass one after
-the other, and the second one's forward decides. A model with forward hooks of the user also stays with that order,
-unless the config asks for turns by name. Commits contain what the first step has shown. If the config asks by name, the
-first step of a resumed run takes turns as the unbroken run would have, since ranks add gradients in another order
-without turns.
+the other, and the second one's forward decides. If that step fails, its next try does the same. A model with forward
+hooks of the user also stays with that order, unless the config asks for turns by name. Commits contain what the first
+step has shown. If the config asks by name, the first step of a resumed run takes turns as the unbroken run would have,
+since ranks add gradients in another order without turns.
 
 Where no weight can leave the device to make room, all micro-batches of the first step pass one after the other too: the
 step shows whether the activations of all of them fit.
@@ -394,6 +394,8 @@ class LayerMajor(PassSchedule):
         """Name of such a value."""
         self._one_by_one = False
         """True while the first step runs one micro-batch after the other."""
+        self._first_apart = False
+        """True once the first step has begun to do so, until it has ended: if it fails, its second try does so too."""
         self._full = False
         """True once the first step has shown that the activations of all micro-batches do not fit."""
         self._removers: list[Callable[[], None]] = []
@@ -468,6 +470,8 @@ class LayerMajor(PassSchedule):
                     self._watch(generators)
                     self._mind_hooks()
                     self._mind_room(len(works))
+                elif self._first_apart:
+                    self._pass_apart(generators)
                 while running := [entry for entry in enumerate(waiting) if not entry[1].ended]:
                     number, micro_batch = min(running, key=lambda entry: (entry[1].border, entry[0]))
                     self._resume(number, micro_batch, generators)
@@ -530,17 +534,13 @@ class LayerMajor(PassSchedule):
     def _watch(self, generators: MicroBatchGenerators) -> None:
         """Finds out whether the model keeps values between blocks: runs a forward, or all micro-batches one by one."""
         waiting = list(self._waiting)
-        keeps = self._anywhere(self._kept_in_forward(0, waiting[0], generators) is not None)
+        # Values that a first try has left, as a cache, are no longer new.
+        keeps = self._anywhere(self._kept_in_forward(0, waiting[0], generators) is not None or self._first_apart)
         if self._wanted and self.allows_turns:
             if keeps and len(waiting) > 1:
                 self._mind_change(self._kept_in_forward(1, waiting[1], generators))
         elif keeps or self._room is not None:
-            self._one_by_one = True
-            for number, micro_batch in enumerate(waiting):
-                if number == 1:
-                    self._shared_value = self._kept_in_forward(number, micro_batch, generators)
-                while not micro_batch.ended:
-                    self._resume(number, micro_batch, generators)
+            self._pass_apart(generators)
         self._watched = True
         self.allows_turns = self._shared_value is None
         if self._shared_value is not None:
@@ -558,6 +558,18 @@ class LayerMajor(PassSchedule):
                 '"micro_batch_major" if a block reads it'
             )
 
+    def _pass_apart(self, generators: MicroBatchGenerators) -> None:
+        """Runs all micro-batches of the first step one after the other, and watches the second one's forward."""
+        self._one_by_one = self._first_apart = True
+        for number, micro_batch in enumerate(list(self._waiting)):
+            if number == 1 and not self._watched:
+                self._shared_value = self._kept_in_forward(number, micro_batch, generators)
+            while not micro_batch.ended:
+                self._resume(number, micro_batch, generators)
+
+    def end_step(self) -> None:
+        self._first_apart = False
+
     def _kept_in_forward(
         self, number: int, micro_batch: MicroBatch[Any], generators: MicroBatchGenerators
     ) -> str | None:
@@ -565,7 +577,12 @@ class LayerMajor(PassSchedule):
         state, kept = ModuleState(self._modules), None
         with state.watching():
             while not micro_batch.ended and not micro_batch.border.backward:
-                self._resume(number, micro_batch, generators)
+                try:
+                    self._resume(number, micro_batch, generators)
+                except BaseException:
+                    if not self.allows_turns and state.changed() is not None:
+                        self._first_apart = True  # the next try would find nothing new
+                    raise
                 forward = not micro_batch.ended and not micro_batch.border.backward
                 if forward and kept is None:
                     kept = state.changed()

@@ -555,6 +555,35 @@ def test_a_resumed_step_takes_turns_though_its_first_forward_stores_a_value(
         assert_same(expected, result)
 
 
+def again_after(micro: int, job: Job, folder: Path) -> Result:
+    """Trains after a first step whose loss of a micro-batch has failed on all ranks."""
+
+    def loss(number: int) -> torch.Tensor:
+        value = job.loss(engine, 0, number)
+        if number == micro:
+            raise ZeroDivisionError
+        return value
+
+    engine = start(job, DISK, folder, device_memory=ROOM, **IN_TURNS)
+    with contextlib.suppress(ZeroDivisionError):
+        engine.accumulate(range(job.accumulation), loss)
+    engine.zero_grad()
+    result = trained(engine, job, accumulated_step)
+    engine.destroy(remove=True)
+    return result
+
+
+@pytest.mark.parametrize(("stage", "micro"), [(2, 0), (2, 2), (3, 0), (3, 1)])
+def test_a_first_step_that_is_made_again_adds_up_as_its_first_try_would(
+    stage: int, micro: int, ranks: RankPool, tmp_path: Path
+) -> None:
+    """The first try has stored the value, which is not new any more."""
+    job = Job(Caching, rows_loss, stage=stage, steps=2, accumulation=3)
+    calm = ranks.run(in_lives, job, (2,), tmp_path / "calm", ROOM, IN_TURNS)
+    for expected, result in zip(calm, ranks.run(again_after, micro, job, tmp_path / "again"), strict=True):
+        assert_same(expected, result)
+
+
 class KeepingOnOneRank(Branching):
     """A model that stores a value in each forward, on the second rank alone."""
 
