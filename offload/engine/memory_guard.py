@@ -296,7 +296,6 @@ class MemoryGuard(Extension):
         ]
 
     def abandon(self) -> None:
-        """Removes the hooks on layers that an aborted forward has left."""
         while self._removers:
             self._removers.pop()()
 
@@ -411,7 +410,6 @@ def beside_forward(
 
 
 def _layers(model: nn.Module) -> dict[nn.Module, _Layer]:
-    """Returns the modules with a matrix of their own."""
     owned = [(module, weight) for module in model.modules() if (weight := module._parameters.get("weight")) is not None]
     matrices = [(module, weight) for module, weight in owned if weight.ndim == 2]
     owners = [id(weight) for _, weight in matrices]
@@ -429,5 +427,4 @@ def _layers(model: nn.Module) -> dict[nn.Module, _Layer]:
 
 
 def _numel(args: Any, kwargs: Any) -> int:
-    """Returns the elements of all tensors of a batch."""
     return sum(leaf.numel() for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor))

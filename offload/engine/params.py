@@ -185,8 +185,7 @@ class StorageForm:
     def unit_for_others(self, handle: ParamHandle) -> int:
         """Returns the unit to bind whenever a module runs that uses the parameter but does not own it.
 
-        Raises:
-            UsageError: if no unit contains all of the parameter.
+        Raises `UsageError` if no unit contains all of the parameter.
         """
         return handle.unit
 
