@@ -747,7 +747,6 @@ class KeptInputs(UnitCheckpoints):
 
     @uninterrupted
     def recover(self) -> None:
-        """Takes back the memory of inputs that an aborted forward or backward has left."""
         with self._lock:
             if not self._staging.closed:
                 self._let_go_of_leaving()

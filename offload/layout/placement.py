@@ -289,9 +289,7 @@ def device_share(share: float, parts: Partitions, tiers: TierMap) -> int:
 
     Weights count as the device holds them: in the compute dtype, also those that other tiers store as codes. Beside
     them the budget has room for two of the largest units, one in use and one on its way, and for resident states.
-
-    Raises:
-        ConfigError: no weights are paged, so all of them stay.
+    Raises `ConfigError` if no weights are paged, so all of them stay.
     """
     paged, largest = moving(parts, tiers), largest_moving(parts, tiers)
     if not sum(paged) and any(row[State.WEIGHT] is Tier.HOST for row in tiers):
@@ -304,9 +302,7 @@ def room_for_share(share: float, resident: int, paged: int, largest: int) -> int
     """Returns the bytes for paged units with which the fraction `share` of the weights stays on the device.
 
     `resident` are the bytes of the units that never leave it, `paged` those of all others, `largest` of one of these.
-
-    Raises:
-        ConfigError: no weights are paged, so all of them stay.
+    Raises `ConfigError` if no weights are paged, so all of them stay.
     """
     if not paged:
         raise ConfigError(
@@ -437,7 +433,6 @@ def tiles(parts: Partitions, mode: Mode, tiers: TierMap, nbytes: int) -> tuple[i
 
 
 def _whole_unit_nbytes(parts: Partitions, tiers: TierMap) -> int:
-    """Returns the bytes of the largest tile if each holds an entire unit."""
     return max(
         sum(
             align_up(nbytes)
@@ -824,10 +819,8 @@ def place(
     """Returns a placement of every byte within both budgets, or within their defaults.
 
     `beside` are the bytes that a step takes beside both budgets if the CPU computes; None for those of one gradient of
-    the largest unit and no activations.
-
-    Raises:
-        BudgetError: a budget is too small (the message names the smallest that works), or exceeds the free memory.
+    the largest unit and no activations. Raises `BudgetError` if a budget is too small (the message names the smallest
+    that works), or exceeds the free memory.
     """
     beside = beside or beside_budgets(parts, gradients=1)
     configured_tiers = configured(parts, request, mode.weight_dtype.itemsize)

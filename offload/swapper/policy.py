@@ -646,7 +646,6 @@ def _has_room(company: Company, going: Sequence[UnitBlock], offset: int, end: in
 
 
 def _fit(sizes: Sequence[int], regions: Sequence[Region]) -> bool:
-    """Returns True if blocks of all `sizes` fit into free regions at once."""
     if not sizes:
         return True
     return any(
