@@ -373,8 +373,7 @@ class TilePipeline:
     def compute(self, lane: Lane) -> UnitJob | None:
         """Waits for the reads of the oldest tile of a lane, runs the arithmetic and starts the writes.
 
-        Returns:
-            The job, if the tile was the last of its unit.
+        Returns the job if the tile was the last of its unit.
         """
         reading = self.reading[lane]
         tile = reading[0]
@@ -414,8 +413,7 @@ class TilePipeline:
     def retire(self, wait: bool) -> list[UnitJob]:
         """Takes back the buffers of tiles whose writes have ended, oldest first; `wait` waits for at least one tile.
 
-        Returns:
-            The jobs whose tiles are all written.
+        Returns the jobs whose tiles are all written.
         """
         ended: list[UnitJob] = []
         while self.writing:

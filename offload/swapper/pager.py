@@ -870,8 +870,7 @@ class Pager:
     def shrink_device(self) -> int:
         """Frees the memory of `grow_device`; no forward or backward may run, and the caller has left its buffers.
 
-        Returns:
-            The bytes; 0 if there are none, if a view of weights is alive there, or if other ranks rely on the units.
+        Returns the bytes; 0 if there are none, a view of weights is alive there, or other ranks rely on the units.
         """
         with self.lock, self._prefetcher.stopped():
             return 0 if self._fetcher.settled else self._device_cache.shrink()
