@@ -55,13 +55,7 @@ from offload.engine.memory_guard import MemoryGuard
 from offload.engine.micro_batches import PassSchedule
 from offload.engine.optimizer import Optimizer
 from offload.engine.params import ParamHandle, StorageForm
-from offload.engine.plan import (
-    Plan,
-    check_fits,
-    check_replaced,
-    line_for_a_loop_of_calls,
-    summary,
-)
+from offload.engine.plan import Plan, check_fits, check_replaced, line_for_a_loop_of_calls, summary
 from offload.engine.shards import LocalShards
 from offload.engine.shared_memory import line_on_users, memory_of
 from offload.engine.snapshot import Snapshot, scheduler_state

@@ -1033,14 +1033,14 @@ class GradientAccumulator:
 
         What `segment_range` returns has no values there.
         """
-        found: dict[int, torch.Tensor] = {}
+        parts: dict[int, torch.Tensor] = {}
         # update thread: without the lock, which others hold while they add. A change meanwhile drops the update, and a
         # list of a dict's items is made at once.
         for segment, gradient in list(self._host.kept_of(unit).items()):
             place = self._start(unit, segment, 0)
             if (part := gradient[max(start - place, 0) : max(stop - place, 0)]).numel():
-                found[segment] = part
-        return found
+                parts[segment] = part
+        return parts
 
     def stays(self, unit: int) -> bool:
         """Returns True if the gradient of `unit` waits on the device, for an update on the device."""

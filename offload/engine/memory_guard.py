@@ -413,7 +413,7 @@ def _layers(model: nn.Module) -> dict[nn.Module, _Layer]:
     owned = [(module, weight) for module in model.modules() if (weight := module._parameters.get("weight")) is not None]
     matrices = [(module, weight) for module, weight in owned if weight.ndim == 2]
     owners = [id(weight) for _, weight in matrices]
-    found = {}
+    layers = {}
     for module, weight in matrices:
         lookup = isinstance(module, nn.Embedding | nn.EmbeddingBag)
         # A convolution of GPT-2 has its matrix the other way round.
@@ -422,8 +422,8 @@ def _layers(model: nn.Module) -> dict[nn.Module, _Layer]:
         parts = () if (handle := handle_of(weight)) is None else handle.parts
         part = max((math.prod(part.shape) for part in parts), default=weight.numel())
         rows = features * part // weight.numel() if is_wide else features
-        found[module] = _Layer(features, part, rows, is_wide, owners.count(id(weight)) > 1)
-    return found
+        layers[module] = _Layer(features, part, rows, is_wide, owners.count(id(weight)) > 1)
+    return layers
 
 
 def _numel(args: Any, kwargs: Any) -> int:

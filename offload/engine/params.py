@@ -36,14 +36,7 @@ from torch.nn.utils.clip_grad import __file__ as clip_grad_file
 from torch.utils.checkpoint import __file__ as checkpoint_file
 
 from offload.errors import BudgetError, UsageError
-from offload.torch_internals import (
-    SHALLOW_COPY_QUERY,
-    make_subclass,
-    plain_tensors,
-    set_data,
-    tree_leaves,
-    tree_map,
-)
+from offload.torch_internals import SHALLOW_COPY_QUERY, make_subclass, plain_tensors, set_data, tree_leaves, tree_map
 
 if TYPE_CHECKING:
     from offload.engine.edits import WeightEdits

@@ -897,11 +897,7 @@ def _check_absent(model: nn.Module) -> None:
 
 
 def _check_batch_norm(
-    model: nn.Module,
-    mode: Mode,
-    device: torch.device,
-    buffer_dtype: torch.dtype | None,
-    in_fp32: Collection[str] = (),
+    model: nn.Module, mode: Mode, device: torch.device, buffer_dtype: torch.dtype | None, in_fp32: Collection[str] = ()
 ) -> None:
     """Raises `ConfigError` if a BatchNorm on the CPU has statistics in another dtype than its weights.
 
@@ -960,11 +956,7 @@ def _check_same(
         "units": [layout.name for layout in layouts],
         # Shards of tensor parallelism may differ in size.
         "parameters": [
-            [
-                segment.name,
-                "sharded" if world.is_sharded(segment.parameter) else list(segment.shape),
-                segment.trainable,
-            ]
+            [segment.name, "sharded" if world.is_sharded(segment.parameter) else list(segment.shape), segment.trainable]
             for layout in layouts
             for segment in layout.segments
         ],

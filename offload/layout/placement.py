@@ -330,12 +330,7 @@ def divide_device(
     in_host = with_tier(tiers, ((unit, State.GRAD) for unit, row in enumerate(tiers) if State.GRAD in row), Tier.HOST)
     least = device_fixed(parts, in_host) + together
     if request.device_memory is not None:
-        check_budget(
-            '"device_memory"',
-            request.device_memory,
-            least,
-            least_holds(parts),
-        )
+        check_budget('"device_memory"', request.device_memory, least, least_holds(parts))
         # Test devices of type cpu do not tell what is free.
         if not machine.host_addressable and 0 < machine.free_device < request.device_memory:
             raise BudgetError(
@@ -447,7 +442,7 @@ def _whole_unit_nbytes(parts: Partitions, tiers: TierMap) -> int:
 
 def _matrix_nbytes(parts: Partitions, mode: Mode, tiers: TierMap) -> int:
     """Returns the bytes of a tile that holds any matrix, and at least the usual number of other elements."""
-    spilled = parts.gradient_dtype.itemsize if _spills(parts, tiers) else 0
+    spilled = parts.gradient_dtype.itemsize if window_nbytes(parts, tiers) else 0
     matrix = 0
     for unit_mode in _modes(parts, mode):
         of_matrices = [dtype.itemsize for state, dtype in unit_mode.states.items() if state not in unit_mode.partial]
@@ -485,20 +480,12 @@ def _tile_step_nbytes(parts: Partitions, mode: Mode, tiers: TierMap) -> int:
 def _tile_element_bytes(parts: Partitions, mode: Mode, tiers: TierMap) -> int:
     """Returns the bytes of a tile for one element: its states without scales, and a gradient if any spills."""
     states = max(unit_mode.element_bytes for unit_mode in _modes(parts, mode))
-    return states + (parts.gradient_dtype.itemsize if _spills(parts, tiers) else 0)
+    # A gradient that waits on disk passes through a tile.
+    return states + (parts.gradient_dtype.itemsize if window_nbytes(parts, tiers) else 0)
 
 
 def _modes(parts: Partitions, mode: Mode) -> tuple[Mode, ...]:
     return (mode, mode.in_fp32) if any(parts.in_fp32) else (mode,)
-
-
-def _spills(parts: Partitions, tiers: TierMap) -> bool:
-    """Returns True if any gradient waits on disk, and so passes through a tile."""
-    return any(
-        row[State.GRAD] > 0 and row_tiers[State.GRAD] is Tier.DISK
-        for row, row_tiers in zip(parts.nbytes, tiers, strict=True)
-        if State.GRAD in row
-    )
 
 
 # -- host ----------------------------------------------------------------------------------------------
@@ -631,12 +618,7 @@ def _ways(
 
 
 def divide_host(
-    parts: Partitions,
-    mode: Mode,
-    request: PlacementRequest,
-    machine: MachineMemory,
-    tiers: TierMap,
-    budget: int,
+    parts: Partitions, mode: Mode, request: PlacementRequest, machine: MachineMemory, tiers: TierMap, budget: int
 ) -> HostBudget:
     """Returns the classes of host buffers within `budget`, which must hold the least that works."""
     least, most = host_needs(parts, mode, request, machine, tiers)

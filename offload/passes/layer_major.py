@@ -305,16 +305,16 @@ class ModuleState:
 @contextlib.contextmanager
 def watched(model: nn.Module) -> Iterator[list[str | None]]:
     """Yields a list to which each forward of `model` adds the name of a value that it has left on a module, or None."""
-    state, found, entered = ModuleState(dict(model.named_modules())), list[str | None](), contextlib.ExitStack()
+    state, names, entered = ModuleState(dict(model.named_modules())), list[str | None](), contextlib.ExitStack()
 
     def end(*_: Any) -> None:
         entered.close()
-        found.append(state.changed())
+        names.append(state.changed())
 
     begins = model.register_forward_pre_hook(lambda *_: entered.enter_context(state.watching()), prepend=True)
     ends = model.register_forward_hook(end, always_call=True)
     try:
-        yield found
+        yield names
     finally:
         begins.remove()
         ends.remove()
