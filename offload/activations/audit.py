@@ -343,8 +343,7 @@ class RandomAudit(Extension):
     def _compare_memory(self, step: int, block: int, copies: list[_Copy]) -> None:
         """Compares `copies`, and what is in memory of a block's units now, with what was written there.
 
-        Raises:
-            AuditError: a copy has other bits.
+        Raises `AuditError` if a copy has other bits.
         """
         shards = self._shards
         # The update begins with what is in memory now, wherever the model has computed.
@@ -383,11 +382,6 @@ class RandomAudit(Extension):
     # -- step ---------------------------------------------------------------------------------------
 
     def check_step(self, step: int, micro_batches: int) -> None:
-        """Compares the checksums of the step; see `Extension`.
-
-        Raises:
-            AuditError: they differ.
-        """
         call, calls, copies = self._call, self._calls, self._copies
         choice, following = (
             choose(self._seed, number, len(self._modules), self._micro_batches) for number in (step, step + 1)
@@ -404,26 +398,26 @@ class RandomAudit(Extension):
                     f"step {step - 1}. Resume from the last commit; or, in a run of one process, drop the gradients by "
                     "zero_grad() and make the step again. If it happens again, test the memory"
                 )
-            if call is not None and call.again and calls == micro_batches:
-                self._compare_call(step, choice, call)
+            if (
+                call is not None
+                and call.again
+                and calls == micro_batches
+                and (wrong := different(call.first, call.again))
+            ):
+                # The bit may have flipped in a copy of the weights, with which the step would be made again.
+                self._callbacks.read_back()
+                what = wrong[0] if wrong[0] == "the output" else f"the gradient of {wrong[0]}"
+                others = f" and {len(wrong) - 1} more" if len(wrong) > 1 else ""
+                raise AuditError(
+                    f"step {step}: {what}{others} of {self._names[choice.block]}, micro-batch {choice.micro_batch}, "
+                    "came out with other bits when it was computed again. Nothing was updated: the weights are those "
+                    f"of step {step - 1}. Resume from the last commit. If it happens again in other layers, test the "
+                    "memory and the processors; if always in this one, its kernels are not deterministic: leave "
+                    '"audit" out'
+                )
         # calling thread: the update worker is idle, and reads this during the updates of the step.
         self._shards.watched.clear()
         self._shards.watched.update(() if following is None else self._units[following.block])
-
-    def _compare_call(self, step: int, choice: Choice, call: _Call) -> None:
-        wrong = different(call.first, call.again)
-        if not wrong:
-            return
-        what = wrong[0] if wrong[0] == "the output" else f"the gradient of {wrong[0]}"
-        # The bit may have flipped in a copy of the weights, with which the step would be made again.
-        self._callbacks.read_back()
-        others = f" and {len(wrong) - 1} more" if len(wrong) > 1 else ""
-        raise AuditError(
-            f"step {step}: {what}{others} of {self._names[choice.block]}, micro-batch {choice.micro_batch}, came out "
-            f"with other bits when it was computed again. Nothing was updated: the weights are those of step "
-            f"{step - 1}. Resume from the last commit. If it happens again in other layers, test the memory and the "
-            'processors; if always in this one, its kernels are not deterministic: leave "audit" out'
-        )
 
     def _forget(self) -> None:
         """Drops the audited call and all checksums of the step, and the hooks on its tensors."""

@@ -123,12 +123,10 @@ class UnitCheckpoints(ActivationPolicy):
         self._removers: list[Callable[[], None]] = []
 
     def install(self, modules: Mapping[str, nn.Module]) -> None:
-        """Installs the hooks, outside of all that are installed so far, until `remove`."""
         for name in self._blocks:
             self._hook(modules[name], name)
 
     def remove(self) -> None:
-        """Removes every hook. Idempotent."""
         while self._removers:
             self._removers.pop()()
 
@@ -250,7 +248,6 @@ class UnitCheckpoints(ActivationPolicy):
 
     @uninterrupted
     def abandon(self) -> None:
-        """Ends the calls that a Ctrl-C has ended without their post-hooks."""
         while self._local.calls:
             call = self._local.calls.pop()
             if call.generator is None:

@@ -358,10 +358,7 @@ class InputMemory:
 class KeptInput:
     """One input. Graphs alone hold the object; when the last drops it, `released` receives its memory."""
 
-    __slots__ = (
-        *("__weakref__", "changed", "form", "memory", "nbytes"),
-        *("released", "stays", "version", "wanted"),
-    )
+    __slots__ = (*("__weakref__", "changed", "form", "memory", "nbytes"), *("released", "stays", "version", "wanted"))
 
     def __init__(self, tensor: torch.Tensor, wanted: tuple[int, ...], released: deque[InputMemory]) -> None:
         """Keeps `tensor`, detached: the graph must not refer to itself.
@@ -747,7 +744,6 @@ class KeptInputs(UnitCheckpoints):
 
     @uninterrupted
     def recover(self) -> None:
-        """Takes back the memory of inputs that an aborted forward or backward has left."""
         with self._lock:
             if not self._staging.closed:
                 self._let_go_of_leaving()

@@ -517,8 +517,16 @@ def _has_form(module: nn.Module) -> bool:
     """Returns True if a module is of a class of transformers that has the form of an MLP, and was not tiled."""
     if is_tiled(module) or has_own_forward(module) or not is_class_of(type(module), "transformers"):
         return False
-    linears = {name for name, child in module.named_children() if _is_linear(child)}
-    return linears in _FORMS and not _has_others(module, linears) and _takes_hidden_states(module)
+    # Modules with a matrix, such as `nn.Linear`, `Conv1D` of transformers, or an adapter of peft.
+    weights = {name: getattr(child, "weight", None) for name, child in module.named_children()}
+    linears = {name for name, weight in weights.items() if isinstance(weight, torch.Tensor) and weight.ndim == 2}
+    others = (child for name, child in module.named_children() if name not in linears)
+    # Other parameters may be those of norms.
+    if linears not in _FORMS or any(parameter.ndim != 1 for child in others for parameter in child.parameters()):
+        return False
+    # Its forward takes the hidden states alone.
+    _, *arguments = inspect.signature(type(module).forward).parameters.values()
+    return len(arguments) == 1 and arguments[0].kind is inspect.Parameter.POSITIONAL_OR_KEYWORD
 
 
 def _change(module: nn.Module) -> str | None:
@@ -528,31 +536,10 @@ def _change(module: nn.Module) -> str | None:
     return mixture_of_tokens(module)
 
 
-def _is_linear(module: nn.Module) -> bool:
-    """Returns True for a module with a matrix, such as `nn.Linear`, `Conv1D` of transformers, or an adapter of peft."""
-    weight = getattr(module, "weight", None)
-    return isinstance(weight, torch.Tensor) and weight.ndim == 2
-
-
-def _has_others(module: nn.Module, linears: set[str]) -> bool:
-    """Returns True if a module owns parameters other than those of its linear layers and of norms."""
-    return any(
-        True
-        for name, child in module.named_children()
-        if name not in linears and any(parameter.ndim != 1 for parameter in child.parameters())
-    )
-
-
-def _takes_hidden_states(module: nn.Module) -> bool:
-    _, *arguments = inspect.signature(type(module).forward).parameters.values()
-    return len(arguments) == 1 and arguments[0].kind is inspect.Parameter.POSITIONAL_OR_KEYWORD
-
-
 def choose(model: nn.Module, tile_mlp: Literal["auto"] | int) -> tuple[str, ...]:
     """Returns the names of the modules that `"tile_mlp"` asks to tile: none for `False`.
 
-    Raises:
-        ConfigError: if a number of chunks is given, and the model has no MLP that is known.
+    Raises `ConfigError` if a number of chunks is given, and the model has no MLP that is known.
     """
     if tile_mlp is False:
         return ()
@@ -596,6 +583,5 @@ class TiledMlps(Extension):
             tiled(module, TILE_DIM, tile_mlp)
 
     def remove(self) -> None:
-        """Makes the MLPs compute whole inputs again."""
         while self._modules:
             untiled(self._modules.pop())

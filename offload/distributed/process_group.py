@@ -202,16 +202,6 @@ class Mesh(NamedTuple):
         own = self.replica(rank)
         return [self.shard_of(member) for member in ranks if member in own]
 
-    @property
-    def replica_groups(self) -> list[list[int]]:
-        """The ranks of each replica."""
-        return [list(self.replica(first)) for first in range(0, self.ranks, self.shards)]
-
-    @property
-    def shard_groups(self) -> list[list[int]]:
-        """The ranks that hold each shard."""
-        return [list(range(shard, self.ranks, self.shards)) for shard in range(self.shards)]
-
     def __str__(self) -> str:
         ranks = count_of(self.ranks, "rank")
         if self.replicas == 1:
@@ -1014,14 +1004,14 @@ class ProcessGroup(Ranks):
         # Separate groups for control and data: gloo ends the process if messages of different lengths meet.
         backend, timeout = (device_backend(self._device.torch.type), None) if self.on_gpu else ("gloo", LONG)
 
-        def own(groups: list[list[int]]) -> Any:
+        def own(groups: list[range]) -> Any:
             in_all = [[members[rank] for rank in group] for members in divisions for group in groups]
             return _own(in_all, backend, timeout)
 
-        return DeviceGroups(
-            own(self.mesh.replica_groups) if self.gathers else None,
-            None if self.mesh.replicas == 1 else own(self.mesh.shard_groups),
-        )
+        mesh = self.mesh
+        replicas = [mesh.replica(first) for first in range(0, mesh.ranks, mesh.shards)]
+        same_shard = [range(shard, mesh.ranks, mesh.shards) for shard in range(mesh.shards)]
+        return DeviceGroups(own(replicas) if self.gathers else None, None if mesh.replicas == 1 else own(same_shard))
 
     def divided(self, divisions: Sequence[Sequence[int]], shard_size: int | None = None) -> Ranks:
         size = self._shard_size if shard_size is None else shard_size

@@ -306,7 +306,6 @@ class ReduceScatterAccumulator(GradientAccumulator):
         """Gradients of fp32 weights that arrived between gradients of the other unit of the same module."""
 
     def adder(self, unit: int, segment: int) -> AddGradient:
-        """Returns `add` for one parameter."""
         return functools.partial(self.add, unit, segment)
 
     # -- gradients of this rank ---------------------------------------------------------------------
@@ -407,7 +406,6 @@ class ReduceScatterAccumulator(GradientAccumulator):
 
     @property
     def pending_unit(self) -> int:
-        """The unit whose gradients this rank is about to reduce, or -1."""
         return self._unit
 
     @uninterrupted
@@ -518,12 +516,10 @@ class ReduceScatterAccumulator(GradientAccumulator):
     # -- calls after all exchanges have ended --------------------------------------------------------
 
     def known(self, elsewhere: Container[tuple[int, int]] = ()) -> GradientStats:
-        """Returns the statistics that decide a step, after all exchanges under way."""
         self._finish()
         return replace(super().known(elsewhere), of_one_rank=self._callbacks.keeps_gradients())
 
     def look(self, unit: int, segment: int, first: int, values: torch.Tensor) -> None:
-        """Fills `values` with a gradient, after all exchanges under way."""
         self._finish()
         super().look(unit, segment, first, values)
 
@@ -538,7 +534,6 @@ class ReduceScatterAccumulator(GradientAccumulator):
         return set(self._seen[unit])
 
     def give(self, units: Sequence[int]) -> None:
-        """Hands the gradients of `units` to their updates; the next step starts without gradients."""
         assert not self._under_way, "all was added up when the norm was known"
         super().give(units)
         for unit in units:

@@ -109,8 +109,7 @@ class ParamAccess:
     def state(self, handle: ParamHandle, name: Any) -> State:
         """Returns the optimizer state of a name such as "exp_avg"; PACKED for packed states.
 
-        Raises:
-            UsageError: if the optimizer keeps no state of that name.
+        Raises `UsageError` if the optimizer keeps no state of that name.
         """
         states = self.moments(handle) | dict.fromkeys(self.packed_states(handle), State.PACKED)
         if name not in states:
@@ -163,13 +162,6 @@ class ParamAccess:
             value = torch.tensor(value, dtype=torch.float32 if isinstance(value, float) else None, device="cpu")
         return value.to(handle.device, torch.float32 if value.is_floating_point() else None, copy=True)
 
-    def check_idle(self, handle: ParamHandle, call: str) -> None:
-        """Raises `UsageError` if the model runs, or if the parameter is gathered. `call` names the public function."""
-        if self._components.hooks.running:
-            raise UsageError(f"{call} must be called between steps, not inside of a forward or a backward")
-        if handle.gathered:
-            raise UsageError(f"{call}: {handle.name} is gathered; leave `with offload.gathered(...)` first")
-
     def read_state_local(self, handle: ParamHandle, name: Any) -> torch.Tensor | None:
         """Returns this rank's partition of an optimizer state, flat, or None for a frozen parameter."""
         if not handle.trainable:
@@ -186,10 +178,8 @@ class ParamAccess:
         """Returns a copy of a state in fp32, in the parameter's shape, on the compute device. Every rank calls it.
 
         For WEIGHT the copy is of the master. If only some parts have a gradient, the other parts are zero. Returns None
-        for a gradient that no rank holds, and for any state but the weight of a frozen parameter.
-
-        Raises:
-            BudgetError: if the RAM has no room for the copy.
+        for a gradient that no rank holds, and for any state but the weight of a frozen parameter. Raises `BudgetError`
+        if the RAM has no room for the copy.
         """
         return _joined(handle, [self._read_part(part, state) for part in handle.parts])
 
@@ -472,11 +462,9 @@ class OptimizerStates:
     def check(self, parameter: nn.Parameter, state: Mapping[str, Any], number: int) -> None:
         """Checks that `state` contains each moment of the optimizer in the parameter's shape, and a valid count.
 
-        It is empty before the first step. `number` is the parameter's in the state dict.
-
-        Raises:
-            UsageError: if a moment is missing or has another shape; if "step" is not a whole number of at least 0; if
-                the parameter is frozen, or the optimizer has no kernel.
+        It is empty before the first step. `number` is the parameter's in the state dict. Raises `UsageError` if a
+        moment is missing or has another shape; if "step" is not a whole number of at least 0; if the parameter is
+        frozen, or the optimizer has no kernel.
         """
         handle = self._handle(parameter)
         if not state and not self._steps(handle):
@@ -590,7 +578,14 @@ def gathered(
         yield
         return
     modify = modify or modifier_rank is not None
-    handles = _handles_of(params)
+    if isinstance(params, nn.Module):
+        params = params.parameters()
+    elif isinstance(params, torch.Tensor):
+        params = [params]
+    elif not isinstance(params, Iterable):
+        raise UsageError(f"gathered() takes parameters or a module, got {type(params).__name__}")
+    placeholders = map(handle_of, params)
+    handles = list(dict.fromkeys(handle for handle in placeholders if handle is not None))
     # `fetch` returns True only while a forward or a backward runs.
     for handle in handles:
         if handle.fetch():
@@ -598,8 +593,6 @@ def gathered(
                 "gathered() must be called outside of forwards and backwards; inside of them parameters are available"
             )
     taken: list[ParamHandle] = []
-    misfits: list[UsageError] = []
-    changed: list[tuple[ParamHandle, torch.Tensor]] = []
     try:
         _take(handles, taken)
         with contextlib.ExitStack() as stack:
@@ -636,18 +629,6 @@ def _write_back(handles: Sequence[ParamHandle], changed: Sequence[tuple[ParamHan
             if part in new:
                 part.edit(new[part])
         engine.end_edits(unit)
-
-
-def _handles_of(params: Any) -> list[ParamHandle]:
-    """Returns the handles of all placeholders among `params`, without duplicates."""
-    if isinstance(params, nn.Module):
-        params = params.parameters()
-    elif isinstance(params, torch.Tensor):
-        params = [params]
-    elif not isinstance(params, Iterable):
-        raise UsageError(f"gathered() takes parameters or a module, got {type(params).__name__}")
-    handles = (handle_of(parameter) for parameter in params)
-    return list(dict.fromkeys(handle for handle in handles if handle is not None))
 
 
 def _take(handles: Collection[ParamHandle], taken: list[ParamHandle]) -> None:
@@ -1008,8 +989,7 @@ def unregister_external_parameter(module: nn.Module, parameter: nn.Parameter) ->
 def _find(parameter: Any, call: str) -> tuple[ParamAccess, ParamHandle]:
     """Returns the accessor of the engine that owns a parameter, and the parameter's handle, for a public function.
 
-    Raises:
-        UsageError: if `parameter` is not a parameter, belongs to no engine or is gathered, or if the model runs.
+    Raises `UsageError` if `parameter` is not a parameter, belongs to no engine or is gathered, or if the model runs.
     """
     if not isinstance(parameter, nn.Parameter):
         raise UsageError(f"{call} expects a parameter of a model under an engine, got {type(parameter).__name__}")
@@ -1024,7 +1004,11 @@ def _find(parameter: Any, call: str) -> tuple[ParamAccess, ParamHandle]:
             f"{list(parameter.shape)}, belongs to no engine: take the parameter from engine.module"
         )
     # A running model uses the parameter's device buffer; a gathered parameter has memory that the user may be changing.
-    owner[0].check_idle(owner[1], call)
+    access, handle = owner
+    if access.hooks.running:
+        raise UsageError(f"{call} must be called between steps, not inside of a forward or a backward")
+    if handle.gathered:
+        raise UsageError(f"{call}: {handle.name} is gathered; leave `with offload.gathered(...)` first")
     return owner
 
 

@@ -28,7 +28,7 @@ from offload.aio import IoQueue
 from offload.aio.backend import DEFAULTS
 from offload.aio.memory import release_heap
 from offload.aio.shared_queue import SharedQueue
-from offload.config import Aio, Config
+from offload.config import Aio
 from offload.distributed.agreement import Agreement, AllOrNothing, Rounds
 from offload.distributed.gathers import (
     CodedWeightGathers,
@@ -55,13 +55,7 @@ from offload.engine.memory_guard import MemoryGuard
 from offload.engine.micro_batches import PassSchedule
 from offload.engine.optimizer import Optimizer
 from offload.engine.params import ParamHandle, StorageForm
-from offload.engine.plan import (
-    Plan,
-    check_fits,
-    check_replaced,
-    line_for_a_loop_of_calls,
-    summary,
-)
+from offload.engine.plan import Plan, check_fits, check_replaced, line_for_a_loop_of_calls, summary
 from offload.engine.shards import LocalShards
 from offload.engine.shared_memory import line_on_users, memory_of
 from offload.engine.snapshot import Snapshot, scheduler_state
@@ -86,7 +80,7 @@ from offload.metrics.flops import StepProfiler, peak_of
 from offload.metrics.meter import ComputeSpans, Listener, Meter, Relay, StepMeter, compute_spans
 from offload.metrics.writers import check_monitor, make_reporter
 from offload.model_io.base_files import base_files
-from offload.model_io.deferred import Origin, origin_of
+from offload.model_io.deferred import origin_of
 from offload.model_io.folder import Stored
 from offload.model_io.places import TensorPlaces
 from offload.model_io.saved_names import about_saved, described_adapter
@@ -402,7 +396,10 @@ class RunFiles:
 
     def __init__(self, plan: Plan, lr_scheduler: object, timeline: Timeline) -> None:
         self._plan, self._lr_scheduler = plan, lr_scheduler
-        self.written = _written(plan)
+        config, rating = plan.config, None
+        if config.offload.drive_tbw is not None:
+            rating = Rating(config.offload.drive_tbw * 1e12, config.offload.drive_share, _local_ranks(plan))
+        self.written = DriveByteCounter(config.drives, rating)
         self.spans = DriveSpans(timeline, shown_names(plan))
         self.read_only = contextlib.ExitStack()
         """Closes files of weights that are only read."""
@@ -415,10 +412,17 @@ class RunFiles:
         self.resumed = False
         """True if the files are open at a commit."""
         self._made = False
-        inputs_on_disk = plan.config.drives and plan.config.activation_tier in ("cpu", "nvme", "auto")
+        self.queue: SharedQueue | None = None
+        inputs_on_disk = config.drives and config.activation_tier in ("cpu", "nvme", "auto")
         # Without a file to read or write no I/O thread is started. Last, since nothing would close the queue.
-        on_files = plan.memory.slots or plan.memory.placement.spilled or inputs_on_disk or plan.in_place
-        self.queue = _queue(plan.config) if on_files else None
+        if plan.memory.slots or plan.memory.placement.spilled or inputs_on_disk or plan.in_place:
+            self.queue = SharedQueue(
+                IoQueue,
+                config.offload.io_backend,
+                block_bytes=config.aio.block_size,
+                depth=config.aio.queue_depth,
+                threads=config.aio.intra_op_parallelism,
+            )
 
     def open(self, model: nn.Module, optimizer: Optimizer) -> Snapshot | None:
         """Locks this rank's store, and opens it if the run is resumed. Collective.
@@ -464,7 +468,11 @@ class RunFiles:
             new.drives, new.run, world.ranks.rank, spec, queue, self.written, self.spans, keep_every=keep_every
         )
         store.notices += [] if line is None else [line]
-        store.first_values = FirstWeights(plan.layouts, plan.memory.mode, plan.shares, _files_of_frozen(plan, model))
+        # The first values of frozen parameters that are tensors in the model's files are there.
+        frozen = {segment.parameter for layout in plan.layouts for segment in layout.segments if not segment.trainable}
+        origins = {name: origin_of(model.get_parameter(name)) for name in frozen}
+        stored = {name: origin for name, origin in origins.items() if isinstance(origin, Stored)}
+        store.first_values = FirstWeights(plan.layouts, plan.memory.mode, plan.shares, stored)
         at = _last_commit_of_all(plan, store)
         if at is None:
             return None
@@ -480,9 +488,7 @@ class RunFiles:
         """Returns the files that weights are read from, opened.
 
         A run that trains compares the model's own files with those that it began with, and later every read of them.
-
-        Raises:
-            StoreError: If they are not the files of the run.
+        Raises `StoreError` if they are not the files of the run.
         """
         plan = self._plan
         if not plan.in_place or self.queue is None:
@@ -527,18 +533,10 @@ class RunFiles:
         self.store.close()
 
 
-def _files_of_frozen(plan: Plan, model: nn.Module) -> dict[str, Origin]:
-    """Returns the tensor in the model's files of each frozen parameter that is one."""
-    frozen = {segment.parameter for layout in plan.layouts for segment in layout.segments if not segment.trainable}
-    origins = {name: origin_of(model.get_parameter(name)) for name in frozen}
-    return {name: origin for name, origin in origins.items() if isinstance(origin, Stored)}
-
-
 def _last_commit_of_all(plan: Plan, store: Store) -> int | None:
     """Returns the number of the last commit that every rank holds, or None to start over. Changes nothing.
 
-    Raises:
-        StoreError: If a rank has no commit, or the commits are of two runs.
+    Raises `StoreError` if a rank has no commit, or the commits are of two runs.
     """
     if not plan.resume:
         return None
@@ -562,16 +560,6 @@ def _last_commit_of_all(plan: Plan, store: Store) -> int | None:
     return None
 
 
-def _queue(config: Config) -> SharedQueue:
-    return SharedQueue(
-        IoQueue,
-        config.offload.io_backend,
-        block_bytes=config.aio.block_size,
-        depth=config.aio.queue_depth,
-        threads=config.aio.intra_op_parallelism,
-    )
-
-
 def _io_notices(queue: SharedQueue | None, asked: Aio) -> tuple[str, ...]:
     """Returns notices if the system refuses the fastest backend, and if little moves."""
     if queue is None:
@@ -588,13 +576,6 @@ def _io_notices(queue: SharedQueue | None, asked: Aio) -> tuple[str, ...]:
         *((refused,) if queue.refusals else ()),
         *((little,) if block < _SMALL_BLOCK or in_flight < _LITTLE else ()),
     )
-
-
-def _written(plan: Plan) -> DriveByteCounter:
-    """Returns the counter of bytes written to the drives, with the drives' endurance from the config."""
-    block = plan.config.offload
-    rating = None if block.drive_tbw is None else Rating(block.drive_tbw * 1e12, block.drive_share, _local_ranks(plan))
-    return DriveByteCounter(plan.config.drives, rating)
 
 
 def _local_ranks(plan: Plan) -> int:
@@ -654,10 +635,10 @@ def _settings(plan: Plan) -> StepSettings:
     )
 
 
-def _facts(plan: Plan, model: nn.Module) -> dict[str, Any]:
-    """Returns the facts on the run for the first line of a log."""
+def _meter(plan: Plan, model: nn.Module, files: RunFiles) -> Meter:
+    """Returns the meter of steps, which records nothing if the config does not ask for it, or on any rank but 0."""
     config = plan.config
-    return {
+    facts = {  # in the first line of a log
         "run": config.offload.run,
         "model": type(model).__name__,
         "parameters": sum(segment.value_numel for layout in plan.layouts for segment in layout.segments),
@@ -673,25 +654,20 @@ def _facts(plan: Plan, model: nn.Module) -> dict[str, Any]:
         "drive_budget": config.offload.drive_budget,
         "drive_share": config.offload.drive_share,
     }
-
-
-def _meter(plan: Plan, model: nn.Module, files: RunFiles) -> Meter:
-    """Returns the meter of steps, which records nothing if the config does not ask for it, or on any rank but 0."""
-    facts = _facts(plan, model)
-    reporter = make_reporter(plan.config, plan.batch.total, facts) if plan.world.everyone.rank == 0 else None
+    reporter = make_reporter(config, plan.batch.total, facts) if plan.world.everyone.rank == 0 else None
     if reporter is None:
         return Meter()
 
     def io_bytes() -> tuple[int, int]:
         return (0, 0) if files.queue is None else (files.queue.read_bytes, files.queue.written_bytes)
 
-    breakdown = plan.config.wall_clock_breakdown
     sent = (lambda: plan.world.sent.total) if not plan.world.everyone.alone else None
     profiler = None
-    if plan.config.flops_profiler.enabled:
-        peak = peak_of(plan.device.torch, plan.config.dtype)
-        profiler = StepProfiler(model, plan.config.flops_profiler, peak, plan.batch.total)
-    return StepMeter(plan.device.torch, io_bytes, files.written.drives, sent, breakdown, reporter, profiler)
+    if config.flops_profiler.enabled:
+        peak = peak_of(plan.device.torch, config.dtype)
+        profiler = StepProfiler(model, config.flops_profiler, peak, plan.batch.total)
+    breakdown, drives = config.wall_clock_breakdown, files.written.drives
+    return StepMeter(plan.device.torch, io_bytes, drives, sent, breakdown, reporter, profiler)
 
 
 # -- components ----------------------------------------------------------------------------------------
@@ -851,7 +827,12 @@ def _gradients(
             undo.callback(spill.close)
         # The CPU cannot read gradients on such a device, so they are first copied to pinned staging buffers.
         if any(plan.memory.parts.trainable_numel) and not plan.device.host_addressable:
-            downloads = _downloads(plan, host, pager, timeline)
+            # Two buffers or more: one is filled by the device while the CPU reads another.
+            staging = [host.staging.take(host.classes.staging // STAGING_BUFFERS) for _ in range(STAGING_BUFFERS)]
+            buffers = [buffer for buffer in staging if buffer is not None]
+            assert len(buffers) == STAGING_BUFFERS, "the class was sized for them"
+            most, calls = plan.memory.parts.largest_gradient, (pager.fail, pager.check)
+            downloads = DeviceToHost(plan.device, buffers, most, plan.device_kernels, *calls, timeline=timeline)
             undo.callback(downloads.close)
         common: dict[str, Any] = {
             "layouts": plan.layouts,
@@ -888,15 +869,6 @@ def _gradients(
             )
         undo.pop_all()
     return accumulator
-
-
-def _downloads(plan: Plan, host: HostArena, pager: Pager, timeline: Timeline) -> DeviceToHost:
-    staging = [host.staging.take(host.classes.staging // STAGING_BUFFERS) for _ in range(STAGING_BUFFERS)]
-    buffers = [buffer for buffer in staging if buffer is not None]
-    # Two buffers or more: one is filled by the device while the CPU reads another.
-    assert len(buffers) == STAGING_BUFFERS, "the class was sized for them"
-    most = plan.memory.parts.largest_gradient
-    return DeviceToHost(plan.device, buffers, most, plan.device_kernels, pager.fail, pager.check, timeline=timeline)
 
 
 def _spill(plan: Plan, files: RunFiles, queue: SharedQueue, host: HostArena, pager: Pager) -> DiskSpill:

@@ -12,7 +12,6 @@ from offload.config import OptimizerBlock, SchedulerBlock
 from offload.config.blocks import spelled_number
 from offload.engine.optimizer import Optimizer, no_rate
 from offload.errors import ConfigError
-from offload.layout.flat_layout import StateField
 from offload.layout.memory_plan import rule_name
 from offload.layout.modes import ADAM
 from offload.layout.optimizer_states import make
@@ -28,12 +27,10 @@ def choose(block: OptimizerBlock | None, model: nn.Module, optimizer: Any, model
 
     `optimizer` is a torch optimizer, or a function that makes one from a list of parameters. If it is None, the
     optimizer is made from `block` of the config. `model_parameters` are the parameters or groups for the function or
-    the block; None means all trainable parameters.
-
-    Raises:
-        ConfigError: no optimizer is given or configured; the given optimizer has stepped already, or is no torch
-            optimizer; the config's optimizer has no learning rate; `model_parameters` contains objects that are no
-            parameters; or the optimizer lacks a trainable parameter or contains a parameter of another model.
+    the block; None means all trainable parameters. Raises `ConfigError` if no optimizer is given or configured; the
+    given optimizer has stepped already, or is no torch optimizer; the config's optimizer has no learning rate;
+    `model_parameters` contains objects that are no parameters; or the optimizer lacks a trainable parameter or contains
+    a parameter of another model.
     """
     trainable = [parameter for parameter in model.parameters() if parameter.requires_grad]
     # DeepSpeed accepts a function of the parameters in place of an optimizer. A torch optimizer may be callable too.
@@ -61,8 +58,7 @@ def choose(block: OptimizerBlock | None, model: nn.Module, optimizer: Any, model
 def _trainable_only(parameters: Iterable[Any] | None, trainable: Sequence[nn.Parameter]) -> list[Any]:
     """Returns the given parameters or groups without frozen parameters, or all of `trainable` if `parameters` is None.
 
-    Raises:
-        ConfigError: `parameters` contains objects that are no parameters.
+    Raises `ConfigError` if `parameters` contains objects that are no parameters.
     """
     if parameters is None:
         return list(trainable)
@@ -93,9 +89,8 @@ def _listed(value: Any) -> list[Any]:
 def from_config(params: Iterable[Any], block: OptimizerBlock, model: nn.Module) -> Optimizer:
     """Returns the optimizer that the config's block describes. `params` are parameters or groups, as torch takes them.
 
-    Raises:
-        ConfigError: the learning rate is missing, a parameter is marked as a matrix but is not one, or a class of torch
-            does not exist, cannot be used, or does not take the params.
+    Raises `ConfigError` if the learning rate is missing, a parameter is marked as a matrix but is not one, or a class
+    of torch does not exist, cannot be used, or does not take the params.
     """
     settings = block.settings
     items = list(params)
@@ -111,10 +106,8 @@ def from_torch(optimizer: torch.optim.Optimizer) -> Optimizer:
     """Returns the engine's optimizer in place of a torch optimizer, which must not have stepped.
 
     Both optimizers share their groups, so a user or a schedule that changes the torch optimizer's groups still changes
-    the engine's optimizer. If no kernel computes the same, the torch optimizer's own code runs.
-
-    Raises:
-        ConfigError: the argument is no optimizer, or has stepped already.
+    the engine's optimizer. If no kernel computes the same, the torch optimizer's own code runs. Raises `ConfigError` if
+    the argument is no optimizer, or has stepped already.
     """
     if isinstance(optimizer, Optimizer):
         return optimizer
@@ -147,8 +140,7 @@ _STATE_HOOKS = ("state_dict_pre", "state_dict_post", "load_state_dict_pre", "loa
 def _check_kept(optimizer: torch.optim.Optimizer) -> None:
     """Checks that a torch optimizer is new, and keeps its data only in states of parameters and in its groups.
 
-    Raises:
-        ConfigError: the optimizer has stepped, or keeps something that no commit would contain.
+    Raises `ConfigError` if the optimizer has stepped, or keeps something that no commit would contain.
     """
     kind = type(optimizer)
     for key, state in optimizer.state.items():
@@ -190,28 +182,18 @@ def _check_kept(optimizer: torch.optim.Optimizer) -> None:
         )
 
 
-def kept_by(optimizer: Optimizer, model: nn.Module) -> dict[str, tuple[StateField, ...]]:
-    """Returns the packed states of each trainable parameter, by name; nothing if the optimizer's states are not packed.
-
-    The optimizer's own code runs. The caller restores random generators, because this code may draw from any of them.
-
-    Raises:
-        ConfigError: the optimizer cannot run parameter by parameter.
-    """
-    return optimizer.rule.packed(_names(model))
-
-
 def matrices_by(optimizer: Optimizer, model: nn.Module) -> frozenset[str] | None:
     """Returns the names of the parameters that the optimizer steps as matrices; None if it has no rule for matrices."""
     mark = optimizer.rule.mark
     if not mark:
         return None
-    names, groups = _names(model), optimizer.param_groups
+    names, groups = trainable_names(model), optimizer.param_groups
     marked = (id(parameter) for group in groups if group[mark] for parameter in group["params"])
     return frozenset(names[key] for key in marked if key in names)
 
 
-def _names(model: nn.Module) -> dict[int, str]:
+def trainable_names(model: nn.Module) -> dict[int, str]:
+    """Returns the name of each parameter that trains, by id."""
     return {id(parameter): name for name, parameter in model.named_parameters() if parameter.requires_grad}
 
 
@@ -251,8 +233,7 @@ class ChosenSchedule(NamedTuple):
 def choose_scheduler(block: SchedulerBlock | None, scheduler: Any, optimizer: torch.optim.Optimizer) -> ChosenSchedule:
     """Returns the engine's schedule: the user's, the result of the user's function, or the config's.
 
-    Raises:
-        ConfigError: the schedule cannot be made, or does not fit the optimizer.
+    Raises `ConfigError` if the schedule cannot be made, or does not fit the optimizer.
     """
     if scheduler is not None:
         # A class, or a function without `step`, makes the schedule.

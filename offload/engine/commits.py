@@ -10,16 +10,7 @@ from pathlib import Path
 
 from offload.aio import crc32c
 from offload.distributed.process_group import Ranks
-from offload.layout.drive_budget import (
-    Account,
-    DriveBudget,
-    Written,
-    commit_is_due,
-    ends,
-    excess,
-    opened,
-    spend,
-)
+from offload.layout.drive_budget import Account, DriveBudget, Written, commit_is_due, ends, excess, opened, spend
 from offload.records import fields, number, read
 from offload.sizes import PAGE, format_decimal, format_share, format_time
 from offload.swapper.store import DriveByteCounter

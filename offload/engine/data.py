@@ -162,8 +162,7 @@ def load(
 ) -> Loader:
     """Returns a loader of `training_data`, in micro-batches of `micro` samples of this rank.
 
-    Raises:
-        ConfigError: a pass over the data has no batch.
+    Raises `ConfigError` if a pass over the data has no batch.
     """
     assert isinstance(data, Sized), "see check_data"
     batches = RankBatches(len(data), micro, rank, world_size, seed, drop_last)

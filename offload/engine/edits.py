@@ -181,11 +181,8 @@ class WeightEdits:
     def edit(self, unit: int, position: int, values: torch.Tensor, state: State = State.WEIGHT) -> None:
         """Replaces the weights of one parameter, or another state of it that outlives a step, by a copy of `values`.
 
-        `values` has the parameter's shape, any dtype and any device.
-
-        Raises:
-            UsageError: if the parameter is frozen and the values differ from its weights, or if a view of weights is
-                alive when pending edits must be written.
+        `values` has the parameter's shape, any dtype and any device. Raises `UsageError` if the parameter is frozen and
+        the values differ from its weights, or if a view of weights is alive when pending edits must be written.
         """
         self._callbacks.enter_weights()
         handle = self._handles[unit][position]

@@ -200,17 +200,17 @@ class EngineCore(EngineCallbacks):
                 check_unused(components, "resize", self.accumulation.count)
                 sizes["device"] = self.device_budget.bytes_of(device)
 
+        def carry_out() -> None:
+            if "host" in sizes:
+                self.host_watch.resize(sizes["host"])
+            if "device" in sizes:
+                self.device_budget.resize(sizes["device"], components.unit_views)
+
         # A collective: ranks rely on the units that are on each other's devices.
         with all_or_nothing(components.agreement, Collective.RESIZE, "resize") as ranks:
             ranks.settle(check)
-            ranks.settle(lambda: self._resize(sizes))
+            ranks.settle(carry_out)
         return Budgets(components.arena.nbytes, components.pager.arena.nbytes)
-
-    def _resize(self, sizes: Mapping[str, int]) -> None:
-        if "host" in sizes:
-            self.host_watch.resize(sizes["host"])
-        if "device" in sizes:
-            self.device_budget.resize(sizes["device"], self.components.unit_views)
 
     @uninterrupted
     def _begin(self) -> None:

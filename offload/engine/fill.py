@@ -88,7 +88,6 @@ class Codes(Values):
         self.content = segment.form
 
     def fill(self, model: nn.Module, chunk: range, flats: Mapping[State, torch.Tensor]) -> None:
-        """Writes the blocks of all values."""
         memory = self.memory(chunk, flats)
         if memory is not None:
             pieces = self.pieces(model, range(self.segment.value_numel))

@@ -37,11 +37,8 @@ def linear_layers(model: nn.Module, config: Config) -> tuple[str, ...]:
 def fp8_layers(model: nn.Module, config: Config, device: torch.device) -> Iterator[None]:
     """Puts layers of torchao in place of linear ones if the config asks for it; takes that back after an error.
 
-    Layers of torchao have the same parameters and names.
-
-    Raises:
-        ConfigError: If torchao is missing, the device has no products in fp8, or no layer can be converted. The model
-            is unchanged.
+    Layers of torchao have the same parameters and names. Raises `ConfigError` if torchao is missing, the device has no
+    products in fp8, or no layer can be converted. The model is unchanged.
     """
     if not config.fp8.enabled:
         yield
@@ -80,7 +77,6 @@ def _recipe(config: Config, device: torch.device) -> tuple[Any, Any]:
 
 
 def _check(model: nn.Module, config: Config, names: tuple[str, ...]) -> None:
-    """Raises `ConfigError` if the layers `names` of a model cannot be converted."""
     untried = {
         "weights in 4 or 8 bits": config.offload.frozen is not None or bool(quantized_by_other_library(model)),
         "tensor parallelism": config.tensor_parallel.autotp_size > 1,

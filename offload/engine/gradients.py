@@ -284,8 +284,8 @@ class HostGradients:
         """Checked memory of parts of a host buffer, by unit, first element and length."""
         self._whole: dict[tuple[int, int], Sum] = {}
         """Checked memory of parameters of small units, by unit and segment; see `adder`."""
-        self._keepable: set[tuple[int, int]] = set()
-        """Parameters whose gradients may be kept, as unit and segment."""
+        self.keepable: set[tuple[int, int]] = set()
+        """Parameters whose gradients `keep` may take over, as unit and segment."""
         self._kept: dict[int, dict[int, torch.Tensor]] = {}
         """Gradients that autograd has made and that are kept, (numel,), by unit and segment."""
         for unit, (layout, part) in enumerate(zip(layouts, parts, strict=True)):
@@ -295,7 +295,7 @@ class HostGradients:
                 if dtypes.rounds or not (addressable and unit in memory and inside and segment.numel):
                     continue
                 if len(part) >= KEPT_NUMEL:
-                    self._keepable.add((unit, position))
+                    self.keepable.add((unit, position))
                 elif segment.numel <= CHUNK:
                     self._whole[unit, position] = self.sum(unit, segment.start - part.start, segment.numel)
 
@@ -360,17 +360,9 @@ class HostGradients:
         whole = self._whole.get((unit, segment))
         return add if whole is None else DirectAdd(whole.take, add, lock, reading, watched, squares, unit, segment).add
 
-    def may_keep(self, unit: int, segment: int) -> bool:
-        """Returns True if `keep` may be called for gradients of this parameter."""
-        return (unit, segment) in self._keepable
-
     def keep(self, unit: int, segment: int, gradient: torch.Tensor) -> None:
         """Takes over the first gradient of a parameter in a step: its owner from now on, which never writes to it."""
         self._kept.setdefault(unit, {})[segment] = gradient
-
-    def keep_no_more(self, unit: int, segment: int) -> None:
-        """Ends `may_keep` for a parameter with several gradients in a step: its memory is touched beside a kept one."""
-        self._keepable.discard((unit, segment))
 
     def kept_of(self, unit: int) -> Mapping[int, torch.Tensor]:
         """Returns the kept gradients of a unit, (numel,) each, by segment; all others are in the host buffer."""
@@ -630,7 +622,7 @@ class GradientAccumulator:
         Memory that something else may write to is copied, and so is a gradient to which another one will be added.
         """
         return (
-            self._host.may_keep(unit, segment)
+            (unit, segment) in self._host.keepable
             and self._callbacks.is_last_micro_batch()
             and gradient.dtype is self.dtypes.stored
             and self._is_new(unit, segment, 0)
@@ -841,7 +833,8 @@ class GradientAccumulator:
             if (kept := self._host.kept_of(unit).get(segment)) is not None:
                 if not new:
                     self._host.values(unit, start, start + numel).copy_(kept)
-                    self._host.keep_no_more(unit, segment)
+                    # With several gradients in a step, the memory is touched beside a kept one.
+                    self._host.keepable.discard((unit, segment))
                 # update thread: an update under the backward may still read the kept tensor, and refers to it itself.
                 self._host.drop_kept(unit, segment)
             # receiving thread: one call for all chunks, after which it asks for Python's lock once. A window may end
@@ -1040,14 +1033,14 @@ class GradientAccumulator:
 
         What `segment_range` returns has no values there.
         """
-        found: dict[int, torch.Tensor] = {}
+        parts: dict[int, torch.Tensor] = {}
         # update thread: without the lock, which others hold while they add. A change meanwhile drops the update, and a
         # list of a dict's items is made at once.
         for segment, gradient in list(self._host.kept_of(unit).items()):
             place = self._start(unit, segment, 0)
             if (part := gradient[max(start - place, 0) : max(stop - place, 0)]).numel():
-                found[segment] = part
-        return found
+                parts[segment] = part
+        return parts
 
     def stays(self, unit: int) -> bool:
         """Returns True if the gradient of `unit` waits on the device, for an update on the device."""

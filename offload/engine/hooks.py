@@ -219,8 +219,7 @@ class SavedTensors:
     def handle(self, tensor: torch.Tensor) -> Handle | None:
         """Returns the handle of a view of weights, or None for any other tensor.
 
-        Raises:
-            UsageError: if compiled code uses a parameter while no module that owns it runs.
+        Raises `UsageError` if compiled code uses a parameter while no module that owns it runs.
         """
         handle = handle_of(tensor)
         if handle is not None and handle.materialized and getattr(tensor, "own", None) is None:
@@ -376,14 +375,6 @@ class Passes:
         self.takes_turns = False
         """True while the micro-batches of a step take turns."""
 
-    def check_thread(self) -> None:
-        """Raises `UsageError` if the model runs on another thread: to release its weights would corrupt its results."""
-        if self.thread is not None and self.thread is not threading.current_thread() and self.thread.is_alive():
-            raise UsageError(
-                f"the model runs on thread {self.thread.name}: until its forward ends, no other thread may use it or "
-                f"read its weights"
-            )
-
     # -- forward ------------------------------------------------------------------------------------
 
     def begin_forward(self, trains: bool) -> None:
@@ -441,12 +432,6 @@ class Passes:
         if self.gradient_seen:
             self._callbacks.end_backward()
         self.in_backward = self.gradient_seen = False
-
-    def abort_backward(self) -> bool:
-        """Forgets a backward that did not end. Returns False if there is none."""
-        aborted = self.in_backward
-        self.in_backward = self.gradient_seen = False
-        return aborted
 
     # -- micro-batches that take turns --------------------------------------------------------------
 
@@ -569,14 +554,21 @@ class ModuleHooks:
     def reset_aborted(self) -> None:
         """Releases everything that an aborted forward or backward left. Does nothing inside of a backward.
 
-        Raises:
-            UsageError: if the model runs on another thread that is alive.
+        Raises `UsageError` if the model runs on another thread that is alive.
         """
         if inside_backward():
             return
-        self.passes.check_thread()  # the forward of another live thread is not aborted
+        passes, thread = self.passes, self.passes.thread
+        # The forward of another live thread is not aborted: to release its weights would corrupt its results.
+        if thread is not None and thread is not threading.current_thread() and thread.is_alive():
+            raise UsageError(
+                f"the model runs on thread {thread.name}: until its forward ends, no other thread may use it or "
+                f"read its weights"
+            )
         self.leave_all()
-        if self.passes.abort_backward():
+        aborted = passes.in_backward
+        passes.in_backward = passes.gradient_seen = False
+        if aborted:
             self.forget_gradients()
         self._unit_views.reset()
 
@@ -664,18 +656,18 @@ class ModuleHooks:
 
     # -- forward ------------------------------------------------------------------------------------
 
-    def _may_rest(self) -> bool:
-        """Returns True; raises `UsageError` if a backward may follow, which would find other memory."""
-        if self._trainable and torch.is_grad_enabled():
-            raise UsageError("the model is gathered: run it under torch.no_grad(), or leave `offload.gathered` first")
-        return True
-
     def _hook_module(self, module: nn.Module, units: tuple[int, ...], layers: list[nn.Module]) -> None:
         """Makes `module` a site of `units`, which takes the hooks of `layers` away when it is called."""
         external = self._external.setdefault(id(module), [])
 
         def before(called: nn.Module, args: tuple[Any, ...]) -> None:
-            if called is not module or (self._resting and self._may_rest()):
+            if called is not module:
+                return
+            if self._resting:  # a backward would find other memory
+                if self._trainable and torch.is_grad_enabled():
+                    raise UsageError(
+                        "the model is gathered: run it under torch.no_grad(), or leave `offload.gathered` first"
+                    )
                 return
             if layers:
                 self._free_of_hooks(layers)

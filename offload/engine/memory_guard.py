@@ -296,7 +296,6 @@ class MemoryGuard(Extension):
         ]
 
     def abandon(self) -> None:
-        """Removes the hooks on layers that an aborted forward has left."""
         while self._removers:
             self._removers.pop()()
 
@@ -411,11 +410,10 @@ def beside_forward(
 
 
 def _layers(model: nn.Module) -> dict[nn.Module, _Layer]:
-    """Returns the modules with a matrix of their own."""
     owned = [(module, weight) for module in model.modules() if (weight := module._parameters.get("weight")) is not None]
     matrices = [(module, weight) for module, weight in owned if weight.ndim == 2]
     owners = [id(weight) for _, weight in matrices]
-    found = {}
+    layers = {}
     for module, weight in matrices:
         lookup = isinstance(module, nn.Embedding | nn.EmbeddingBag)
         # A convolution of GPT-2 has its matrix the other way round.
@@ -424,10 +422,9 @@ def _layers(model: nn.Module) -> dict[nn.Module, _Layer]:
         parts = () if (handle := handle_of(weight)) is None else handle.parts
         part = max((math.prod(part.shape) for part in parts), default=weight.numel())
         rows = features * part // weight.numel() if is_wide else features
-        found[module] = _Layer(features, part, rows, is_wide, owners.count(id(weight)) > 1)
-    return found
+        layers[module] = _Layer(features, part, rows, is_wide, owners.count(id(weight)) > 1)
+    return layers
 
 
 def _numel(args: Any, kwargs: Any) -> int:
-    """Returns the elements of all tensors of a batch."""
     return sum(leaf.numel() for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor))

@@ -118,8 +118,7 @@ class Rule(ABC):
     def configured(self, groups: Sequence[Mapping[str, Any]], block: OptimizerBlock, model: nn.Module) -> Optimizer:
         """Returns the optimizer that a config's block asks for.
 
-        Raises:
-            ConfigError: the learning rate is missing, or the rule cannot step a parameter as the user asks.
+        Raises `ConfigError` if the learning rate is missing, or the rule cannot step a parameter as the user asks.
         """
         if block.params.lr is None:
             raise no_rate()
@@ -134,10 +133,8 @@ class Rule(ABC):
     def packed(self, names: Mapping[int, str]) -> dict[str, tuple[StateField, ...]]:
         """Returns the packed states of each parameter, by name; empty unless the rule's own code decides on them.
 
-        `names` maps the ids of the trainable parameters to their names.
-
-        Raises:
-            ConfigError: the rule's own code cannot run parameter by parameter.
+        `names` maps the ids of the trainable parameters to their names. Raises `ConfigError` if the rule's own code
+        cannot run parameter by parameter.
         """
         return {}
 
@@ -210,8 +207,7 @@ def is_finite(value: Any) -> bool:
 def check_numbers(groups: Iterable[Mapping[str, Any]], rule: Rule) -> None:
     """Checks the groups before a step reads them.
 
-    Raises:
-        UsageError: a group lacks a key, or has a number that is not finite, or an option that its kernel lacks.
+    Raises `UsageError` if a group lacks a key, or has a number that is not finite, or an option that its kernel lacks.
     """
     for number, group in enumerate(groups):
         for key in rule.required:
@@ -388,9 +384,8 @@ class Optimizer(torch.optim.Optimizer):
     def check_groups(self) -> None:
         """Checks that a step is possible with the groups, which a replaced optimizer shares.
 
-        Raises:
-            UsageError: parameters were added or removed, a number is not finite, a group has an option that its kernel
-                lacks, or the replaced optimizer has other groups.
+        Raises `UsageError` if parameters were added or removed, a number is not finite, a group has an option that its
+        kernel lacks, or the replaced optimizer has other groups.
         """
         # A schedule that holds the passed optimizer would act on groups that the engine does not read.
         if self.replaced is not None and self.replaced.param_groups is not self.param_groups:
@@ -586,8 +581,7 @@ def _refuse(optimizer: Any, *_: Any) -> None:
 def _checked(state_dict: Any, sizes: Sequence[int]) -> tuple[list[dict[str, Any]], Mapping[int, Mapping[str, Any]]]:
     """Returns groups and states of a state dict.
 
-    Raises:
-        UsageError: the state dict has other keys, or groups of other sizes than `sizes`.
+    Raises `UsageError` if the state dict has other keys, or groups of other sizes than `sizes`.
     """
     if not isinstance(state_dict, Mapping) or not {"state", "param_groups"} <= state_dict.keys():
         raise UsageError(
@@ -642,8 +636,7 @@ class GroupOptions:
     def changes(self) -> list[dict[str, Any]]:
         """Returns the changed entries of each group, as JSON: the first value, if there was one, and the present one.
 
-        Raises:
-            UsageError: an entry is no plain value.
+        Raises `UsageError` if an entry is no plain value.
         """
         changes: list[dict[str, Any]] = []
         for first, objects, group in zip(self._first, self._objects, self._optimizer.param_groups, strict=True):

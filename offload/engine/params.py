@@ -36,14 +36,7 @@ from torch.nn.utils.clip_grad import __file__ as clip_grad_file
 from torch.utils.checkpoint import __file__ as checkpoint_file
 
 from offload.errors import BudgetError, UsageError
-from offload.torch_internals import (
-    SHALLOW_COPY_QUERY,
-    make_subclass,
-    plain_tensors,
-    set_data,
-    tree_leaves,
-    tree_map,
-)
+from offload.torch_internals import SHALLOW_COPY_QUERY, make_subclass, plain_tensors, set_data, tree_leaves, tree_map
 
 if TYPE_CHECKING:
     from offload.engine.edits import WeightEdits
@@ -185,8 +178,7 @@ class StorageForm:
     def unit_for_others(self, handle: ParamHandle) -> int:
         """Returns the unit to bind whenever a module runs that uses the parameter but does not own it.
 
-        Raises:
-            UsageError: if no unit contains all of the parameter.
+        Raises `UsageError` if no unit contains all of the parameter.
         """
         return handle.unit
 

@@ -31,7 +31,6 @@ class PartsForm(StorageForm):
         self.first = self._parts[0]
 
     def parts(self, handle: ParamHandle) -> Sequence[ParamHandle]:
-        """Returns the handles of the parts."""
         return self._parts
 
     def follow(self, handle: ParamHandle) -> bool:
@@ -75,7 +74,6 @@ class PartsForm(StorageForm):
         return False
 
     def read(self, handle: ParamHandle) -> torch.Tensor:
-        """Returns a copy of the newest weights of all parts, on the compute device."""
         return self.join([part.read() for part in self._parts])
 
     def edit(self, handle: ParamHandle, values: torch.Tensor) -> None:

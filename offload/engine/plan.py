@@ -16,7 +16,7 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any, NamedTuple
+from typing import Any, TypeVar
 
 import torch
 from torch import nn
@@ -45,6 +45,7 @@ from offload.layout.experts import cut_stacks, makes_grouped_products, parts_of
 from offload.layout.flat_layout import IN_FILES, StateField, UnitLayout, laid_out_for, layouts_of
 from offload.layout.frozen import frozen_notices, is_of_bitsandbytes, is_packed, stored_weights, waits_for_quantization
 from offload.layout.memory_plan import (
+    DividedModel,
     MemoryPlan,
     MemoryRequest,
     buffer_dtype,
@@ -100,6 +101,8 @@ from offload.swapper.store.format import layout_difference
 from offload.swapper.store.inspection import look
 from offload.swapper.store.model_files import InPlaceLayout
 from offload.torch_internals import inner_tensors
+
+_T = TypeVar("_T")
 
 # -- plan ----------------------------------------------------------------------------------------------
 
@@ -203,13 +206,15 @@ def decide(
     blocks, held = blocks_of(model, config.units), _weights_held(model)
     trains = any(parameter.requires_grad for parameter in model.parameters())
 
-    def place(experts: str, vocabulary: str) -> _Placed:
+    def place(experts: str, vocabulary: str) -> tuple[DividedModel, MemoryPlan]:
         by = dataclasses.replace(division, experts=experts, vocabulary=vocabulary)
-        units, stacks, lines = divide(model, by)
-        stored = stored_weights(model, config.offload.frozen, mode.weight_dtype, parts_of(stacks), units.in_fp32)
-        in_files = frozenset[str]() if places is None else places.frozen(mode.weight_dtype, units.in_fp32, stored)
+        divided = divide(model, by)
+        in_fp32, parts = divided.units.in_fp32, parts_of(divided.stacks)
+        stored = stored_weights(model, config.offload.frozen, mode.weight_dtype, parts, in_fp32)
+        in_files = frozenset[str]() if places is None else places.frozen(mode.weight_dtype, in_fp32, stored)
         if in_files and trains:
-            units, stacks, lines = divide(model, dataclasses.replace(by, in_files=in_files))
+            divided = divide(model, dataclasses.replace(by, in_files=in_files))
+        units = divided.units
         layouts = laid_out_for(layouts_of(model, units, mesh.shards, kept_states, stored, matrices), mode, mesh.shards)
         _check_batch_norm(model, mode, device.torch, buffers, units.in_fp32)
         # This check comes before the disks are inspected, because ranks with different configs would look for different
@@ -220,8 +225,12 @@ def decide(
         if places is not None:
             in_place_layouts = places.in_place_layouts(layouts, mode, [world.ranks.shard], mesh.shards)[0]
         if in_place_layouts:
-            pairs = zip(layouts, in_place_layouts, strict=True)
-            layouts = tuple(layout if in_place is None else _in_files(layout, trains) for layout, in_place in pairs)
+            # Such a unit has another name than the same module's other unit, if there is one.
+            end = f" {IN_FILES}" if trains else ""
+            layouts = tuple(
+                layout if in_place is None else layout._replace(in_files=True, name=f"{layout.name}{end}".strip())
+                for layout, in_place in zip(layouts, in_place_layouts, strict=True)
+            )
         limit = tightest_limit(everyone.here)
         machine = MachineMemory(
             free_host=limit.free,
@@ -251,20 +260,21 @@ def decide(
             beside=beside.get(vocabulary),
         )
         placed = place_states(request)
-        if request.in_turns and not named and not order_of(units, placed, machine)[0].in_turns:
+        if request.in_turns and not named and not order_of(units, placed)[0].in_turns:
             placed = place_states(dataclasses.replace(request, in_turns=False))
-        return _Placed(units, lines, layouts, in_place_layouts, machine, placed)
+        return divided, placed
 
-    def order_of(units: Units, placed: MemoryPlan, machine: MachineMemory) -> tuple[ScheduleChoice, tuple[str, ...]]:
+    def order_of(units: Units, placed: MemoryPlan) -> tuple[ScheduleChoice, tuple[str, ...]]:
         tied = any(table.tied for table in tables if table.parameter in units.tables)
-        return _schedule(config, batch, model, blocks, placed, machine, everyone, tied)
+        return _schedule(model, blocks, placed, everyone, tied)
 
     release_heap()  # a freed forecast is no memory in use
     tables = cut_tables(model, "pieces", rule.name)
     experts, vocabulary = _experts(config, model, world, rule.name), _vocabulary(config, world, tables)
     tries = _together(everyone, place) if "auto" in (experts, vocabulary) else place
-    units, division_lines, layouts, in_place_layouts, machine, placed = first_that_fits(experts, vocabulary, tries)
-    schedule, schedule_notices = order_of(units, placed, machine)
+    (units, _, division_lines), placed = first_that_fits(experts, vocabulary, tries)
+    layouts, in_place_layouts = placed.request.layouts, placed.request.in_place_layouts
+    schedule, schedule_notices = order_of(units, placed)
 
     # The run on the drives. Ranks with different free memory may have different tiers, but either all ranks have a
     # store or none has. A kill during the first start may leave one rank's drive empty. `assemble` then decides by the
@@ -351,11 +361,6 @@ def _place_notices(plan: Plan, places: TensorPlaces) -> tuple[str, ...]:
     return tuple(map(Remark, lines))
 
 
-def _in_files(layout: UnitLayout, trains: bool) -> UnitLayout:
-    """Returns the layout of a unit in files, with a name that differs from that of the same module's other unit."""
-    return layout._replace(in_files=True, name=f"{layout.name} {IN_FILES}".strip() if trains else layout.name)
-
-
 def frozen_places(config: Config, model: nn.Module, world: World) -> TensorPlaces | None:
     """Returns the places of frozen weights in the model's own files; None if swap files shall contain them. Collective.
 
@@ -417,18 +422,6 @@ def _weights_held(model: nn.Module) -> int:
     plain = [weight for weight in model.parameters() if type(weight) is nn.Parameter and weight.device.type == "cpu"]
     storages = [weight.untyped_storage() for weight in plain if not is_deferred(weight)]
     return sum({storage.data_ptr(): storage.nbytes() for storage in storages}.values())
-
-
-class _Placed(NamedTuple):
-    """A division of the model, and the tiers of its states."""
-
-    units: Units
-    lines: tuple[str, ...]
-    """Lines for the user on experts and tables."""
-    layouts: tuple[UnitLayout, ...]
-    in_place_layouts: tuple[InPlaceLayout | None, ...]
-    machine: MachineMemory
-    placed: MemoryPlan
 
 
 def _vocabulary(config: Config, world: World, tables: Sequence[Table]) -> str:
@@ -534,37 +527,30 @@ def _recorded_units(config: Config, world: World) -> Sequence[Mapping[str, Any]]
     return next((units for units in world.everyone.share(of_this_rank()) if units is not None), None)
 
 
-def _together(ranks: Ranks, place: Callable[[str, str], _Placed]) -> Callable[[str, str], _Placed]:
+def _together(ranks: Ranks, place: Callable[[str, str], _T]) -> Callable[[str, str], _T]:
     """Returns a function as `place` that raises `BudgetError` on every rank if it raises one on any."""
 
-    def place_alike(experts: str, vocabulary: str) -> _Placed:
-        result: _Placed | BudgetError
+    def place_alike(experts: str, vocabulary: str) -> _T:
+        error = None
         try:
             result = place(experts, vocabulary)
-        except BudgetError as error:
-            result = error
-        if any(ranks.share(isinstance(result, BudgetError))):
-            raise result if isinstance(result, BudgetError) else BudgetError("the units do not fit on another rank")
-        assert isinstance(result, _Placed)
+        except BudgetError as raised:
+            error = raised
+        if any(ranks.share(error is not None)):
+            raise error or BudgetError("the units do not fit on another rank")
         return result
 
     return place_alike
 
 
 def _schedule(
-    config: Config,
-    batch: Batch,
-    model: nn.Module,
-    blocks: Sequence[str],
-    placed: MemoryPlan,
-    machine: MachineMemory,
-    ranks: Ranks,
-    tied_pieces: bool,
+    model: nn.Module, blocks: Sequence[str], placed: MemoryPlan, ranks: Ranks, tied_pieces: bool
 ) -> tuple[ScheduleChoice, tuple[str, ...]]:
     """Returns the order in which micro-batches pass through `blocks`, and notices for the user if it matters.
 
     `tied_pieces` as for `choose_schedule`.
     """
+    config, machine, accumulation = placed.request.config, placed.request.machine, placed.request.accumulation
     asked = config.offload.schedule
     # This attribute is True on a block of transformers that checkpoints itself.
     by_itself = all(getattr(model.get_submodule(name), "gradient_checkpointing", False) for name in blocks)
@@ -581,7 +567,7 @@ def _schedule(
         asked=asked,
         # If the config asks for layer_major, the user's loop may run several micro-batches at once, although the config
         # has one micro-batch per step.
-        micro_batches=max(batch.accumulation, 2 if asked == LAYER_MAJOR else 1),
+        micro_batches=max(accumulation, 2 if asked == LAYER_MAJOR else 1),
         blocks=len(blocks),
         moves=moves,
         sends=sends,
@@ -591,14 +577,14 @@ def _schedule(
         free_nbytes=free,
         # Every order needs one tied gradient. Only those of the other micro-batches take extra memory, so one is
         # subtracted.
-        tied_nbytes=(batch.accumulation - 1) * tied_numel(model) * placed.mode.weight_dtype.itemsize,
+        tied_nbytes=(accumulation - 1) * tied_numel(model) * placed.mode.weight_dtype.itemsize,
         # Every rank would learn of its own device alone, and all ranks need one order.
         learns=not machine.host_addressable and ranks.alone,
         tied_pieces=tied_pieces,
     )
     if asked == LAYER_MAJOR and choice.schedule != LAYER_MAJOR:
         return choice, (f'"schedule": "layer_major" has no effect: {choice.reason}',)
-    if batch.accumulation < 2 or not (moves or sends) or asked == MICRO_BATCH_MAJOR:
+    if accumulation < 2 or not (moves or sends) or asked == MICRO_BATCH_MAJOR:
         return choice, ()
     if choice.schedule == MICRO_BATCH_MAJOR:
         return choice, (Remark(f"micro-batches pass through the model one after the other: {choice.reason}"),)
@@ -608,7 +594,7 @@ def _schedule(
     gradients = placed.parts.gradients
     narrow = f"; gradients wait in {dtype_name(gradients.stored)}" if gradients.complete_first else ""
     line = (
-        f"all {batch.accumulation} micro-batches of a step pass through a block before the next (not in a loop of "
+        f"all {accumulation} micro-batches of a step pass through a block before the next (not in a loop of "
         f"forward and backward), so {so}; {content} are kept at once{provided}{narrow}"
     )
     return choice, (Remark(line),)
@@ -747,7 +733,7 @@ def _transfers(plan: Plan, order: Schedule) -> Transfers:
     weights, whole = sum(nbytes.values()), sum(parts.unit_nbytes[unit] for unit in moving)
     sent = [unit for unit, row in rows if row.get(State.GRAD, Tier.DEVICE) is not Tier.DEVICE]
     room = max(placement.moving_nbytes - device_fixed(parts, placement.tiers), 0)
-    found = transfers(
+    copies = transfers(
         order,
         plan.batch.accumulation,
         weights=weights,
@@ -759,21 +745,21 @@ def _transfers(plan: Plan, order: Schedule) -> Transfers:
         total=sum(parts.nbytes[unit][State.GRAD] for unit in sent),
         added=sum(nbytes for _, nbytes in placement.added),
     )
-    return found._replace(uploaded=0, downloaded=0) if plan.device.host_addressable else found
+    return copies._replace(uploaded=0, downloaded=0) if plan.device.host_addressable else copies
 
 
-def _seconds_of(plan: Plan, *found: Transfers) -> list[float | None]:
+def _seconds_of(plan: Plan, *orders: Transfers) -> list[float | None]:
     """Returns the least seconds of transfers by the kept rates of this machine; None for each without rates."""
     rates = probe.kept()
     # A probe of another device says nothing about these copies, nor does one without a drive of the run.
     if rates is None or (rates.machine["gpu"] is None) != plan.device.host_addressable:
-        return [None] * len(found)
-    folders = plan.config.drives if any(copies.read for copies in found) else ()
+        return [None] * len(orders)
+    folders = plan.config.drives if any(copies.read for copies in orders) else ()
     drives = [probe.drive_under(rates, folder) for folder in folders]
     if None in drives:
-        return [None] * len(found)
+        return [None] * len(orders)
     read = sum(drive.read for drive in drives if drive is not None) if drives else math.inf
-    return [copies.seconds(rates.rates.upload, rates.rates.download, read) for copies in found]
+    return [copies.seconds(rates.rates.upload, rates.rates.download, read) for copies in orders]
 
 
 # -- checks --------------------------------------------------------------------------------------------
@@ -784,8 +770,7 @@ def _seconds_of(plan: Plan, *found: Transfers) -> list[float | None]:
 def _check_config(config: Config, world: World) -> None:
     """Makes the checks of a config for which a rank needs no other rank.
 
-    Raises:
-        ConfigError: If a tier or a folder for swap files cannot be used.
+    Raises `ConfigError` if a tier or a folder for swap files cannot be used.
     """
     if config.activation_checkpointing.partition_activations and world.tensor_size > 1 and world.stages > 1:
         raise ConfigError(
@@ -912,11 +897,7 @@ def _check_absent(model: nn.Module) -> None:
 
 
 def _check_batch_norm(
-    model: nn.Module,
-    mode: Mode,
-    device: torch.device,
-    buffer_dtype: torch.dtype | None,
-    in_fp32: Collection[str] = (),
+    model: nn.Module, mode: Mode, device: torch.device, buffer_dtype: torch.dtype | None, in_fp32: Collection[str] = ()
 ) -> None:
     """Raises `ConfigError` if a BatchNorm on the CPU has statistics in another dtype than its weights.
 
@@ -975,11 +956,7 @@ def _check_same(
         "units": [layout.name for layout in layouts],
         # Shards of tensor parallelism may differ in size.
         "parameters": [
-            [
-                segment.name,
-                "sharded" if world.is_sharded(segment.parameter) else list(segment.shape),
-                segment.trainable,
-            ]
+            [segment.name, "sharded" if world.is_sharded(segment.parameter) else list(segment.shape), segment.trainable]
             for layout in layouts
             for segment in layout.segments
         ],
@@ -1049,24 +1026,18 @@ def check_groups(world: World, shards: FoundShards, device: torch.device) -> Non
         )
 
 
-def check_tensor_parallel(
-    world: World,
-    mode: Mode,
-    layouts: Sequence[UnitLayout],
-    experts: bool,
-    tiled: bool,
-    codes: bool,
-) -> None:
+def check_tensor_parallel(plan: Plan) -> None:
     """Raises `ConfigError` for features that tensor parallelism does not support."""
-    if world.tensor_size == 1:
+    if plan.world.tensor_size == 1:
         return
-    segments = [segment for layout in layouts for segment in layout.segments]
-    whole = not mode.rule.elementwise
+    segments = [segment for layout in plan.layouts for segment in layout.segments]
+    whole = not plan.memory.mode.rule.elementwise
+    codes = plan.config.zero_optimization.sends_codes
     refused = (
         (whole, "an optimizer that needs whole parameters", "take AdamW, Adam, Lion, Adagrad or SGD with a kernel"),
         (any(segment.form or segment.inner for segment in segments), "quantized frozen weights", 'leave "frozen" out'),
-        (experts, "experts that are units of their own", 'set "experts" to "whole" or leave it out'),
-        (tiled, "tiled MLPs", 'leave "tile_mlp" out'),
+        (plan.units.experts, "experts that are units of their own", 'set "experts" to "whole" or leave it out'),
+        (plan.tiled_mlps, "tiled MLPs", 'leave "tile_mlp" out'),
         # A block of codes may span a divided and an undivided parameter. The ranks' copies of the latter would then
         # differ.
         (codes, "codes of weights and gradients", 'leave the keys "zero_quantized_..." out'),
@@ -1107,7 +1078,17 @@ def _resume(config: Config, on_disk: bool) -> tuple[bool, tuple[str, ...]]:
     """
     offload = config.offload
     if not config.drives or not (on_disk or offload.wants_store):
-        return _resume_without_store(config), ()
+        # A run without a store has no commits, so nothing exists that this start could resume.
+        if offload.resume == "must":
+            raise StoreError('"resume" is must, but this configuration keeps no store to resume from')
+        if offload.resume != "auto" or not config.drives or not run_status(config.drives, offload.run).exists:
+            return False, ()
+        if offload.durability == "auto":
+            return True, ()  # the run had a store, and memory or tiers have changed since: keep the store
+        raise StoreError(
+            f"{os.path.join(config.drives[0], offload.run)} contains a run, but this configuration keeps no "
+            'store: give the config the tiers of the run, or set "durability": "step", or choose another run name'
+        )
     status = run_status(config.drives, offload.run)
     folder = os.path.join(config.drives[0], offload.run)
     if status.exists and offload.resume in ("never", "restart"):
@@ -1134,25 +1115,6 @@ def _resume(config: Config, on_disk: bool) -> tuple[bool, tuple[str, ...]]:
     if not status.exists and offload.resume == "must":
         raise StoreError(f'"resume" is must, but {folder} holds no committed step')
     return status.exists, ()
-
-
-def _resume_without_store(config: Config) -> bool:
-    """Returns True if this start needs no store but finds a run, which it then resumes in its store.
-
-    Raises `StoreError` if the config wants to resume and no store can be kept.
-    """
-    offload = config.offload
-    # A run without a store has no commits, so nothing exists that this start could resume.
-    if offload.resume == "must":
-        raise StoreError('"resume" is must, but this configuration keeps no store to resume from')
-    if offload.resume != "auto" or not config.drives or not run_status(config.drives, offload.run).exists:
-        return False
-    if offload.durability == "auto":
-        return True  # the run had a store, and memory or tiers have changed since: keep the store
-    raise StoreError(
-        f"{os.path.join(config.drives[0], offload.run)} contains a run, but this configuration keeps no "
-        'store: give the config the tiers of the run, or set "durability": "step", or choose another run name'
-    )
 
 
 def check_division(drives: Sequence[str], run: str, suffix: str, resume: str) -> None:
@@ -1201,9 +1163,7 @@ def check_replaced(folder: Path, spec: StoreSpec, job: Mapping[str, Any]) -> Non
     """Checks that nothing is lost if this start replaces the run in `folder`, which was closed at its end.
 
     Nothing is lost if the user has saved the last step, or if this start has the same job and so repeats the run.
-
-    Raises:
-        StoreError: if the last step was not saved, and the run had another or an unknown job. Nothing was changed.
+    Raises `StoreError` if the last step was not saved, and the run had another or an unknown job. Nothing was changed.
     """
     note = read_closed(folder)
     if note is None or note.get("saved"):

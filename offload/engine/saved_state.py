@@ -189,8 +189,7 @@ class ModuleEntries:
     def __init__(self, model: nn.Module, commits: bool) -> None:
         """Finds the entries of `model`. If `commits`, also checks that a commit can contain them.
 
-        Raises:
-            ConfigError: If a module cannot restore its entries, or if `commits` and an entry is not plain.
+        Raises `ConfigError` if a module cannot restore its entries, or if `commits` and an entry is not plain.
         """
         self._model = model
         self._extra = extra_states(model)
@@ -214,11 +213,7 @@ class ModuleEntries:
                 ) from None
 
     def take(self) -> Entries:
-        """Returns the present entries.
-
-        Raises:
-            UsageError: If an entry contains an object that is not plain.
-        """
+        """Returns the present entries. Raises `UsageError` if an entry contains an object that is not plain."""
         if not self._extra and not self._others:
             return NO_ENTRIES
         values = {name: module.get_extra_state() for name, module in self._extra.items()}
@@ -260,8 +255,7 @@ class ModuleEntries:
 def _taken_back(model: nn.Module, names: set[str]) -> set[str]:
     """Returns the `names` that the model's `load_state_dict` accepts. Others are constant or computed from weights.
 
-    Raises:
-        ConfigError: If `load_state_dict` raises an error.
+    Raises `ConfigError` if `load_state_dict` raises an error.
     """
     if not names:
         return set()

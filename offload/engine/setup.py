@@ -225,8 +225,7 @@ def start(
 def join(config: Config, model: nn.Module, device: Device, ranks: Ranks, shards: FoundShards) -> World:
     """Returns all processes that train together, and the position of this process. Collective.
 
-    Raises:
-        ConfigError: If the model or the config does not fit the processes.
+    Raises `ConfigError` if the model or the config does not fit the processes.
     """
     # This comes before the first message, since each rank comes to the same result by itself.
     check_sequences(model, config)
@@ -264,13 +263,12 @@ def make_plan(
     check_options(optimizer)
     check_model(model)  # before the optimizer's own code meets parameters without a shape
     with keep_generators(device.torch):  # the optimizer's own code may draw in its dry run
-        states = build_optimizer.kept_by(optimizer, model)
+        states = optimizer.rule.packed(build_optimizer.trainable_names(model))
     matrices = build_optimizer.matrices_by(optimizer, model)
     places = frozen_places(config, model, world)
     plan = decide(config, batch, model, device, world, optimizer.rule, states, matrices, places, beside, whole_steps)
-    codes, experts = config.zero_optimization.sends_codes, bool(plan.units.experts)
-    check_tensor_parallel(world, plan.memory.mode, plan.layouts, experts, bool(plan.tiled_mlps), codes)
-    check_units(world.sequence.size, experts)
+    check_tensor_parallel(plan)
+    check_units(world.sequence.size, bool(plan.units.experts))
     world = dataclasses.replace(world, node=form_node(world.ranks, plan.memory.parts.node.ranks))
     ModuleEntries(model, commits=bool(plan.memory.commit_every))  # refuses entries that no commit could contain
     notices = (*plan.notices, *_as_trained(plan, model))

@@ -111,7 +111,6 @@ class LocalShards(StoredShards):
     """CRC-32C of the frozen weights of units, as the first audit has read them."""
 
     def states(self, unit: int) -> dict[State, int]:
-        """Returns the bytes of each partition of `unit` that outlives a step."""
         if self.layouts[unit].in_files:
             _, frozen = self.shares[unit]
             return {State.WEIGHT: len(frozen) * self.mode_of(unit).weight_dtype.itemsize}
@@ -278,7 +277,6 @@ class LocalShards(StoredShards):
         self.undeferred.difference_update(whole)
 
     def put(self, unit: int, state: State, start: int, buffer: memoryview) -> None:
-        """Copies `buffer` to byte `start` of the partition, if its tier is above DISK."""
         self.sums.pop((unit, state), None)
         if state is State.WEIGHT:
             self.frozen_sums.pop(unit, None)
@@ -288,5 +286,4 @@ class LocalShards(StoredShards):
             self.device.copy(part, torch.frombuffer(buffer, dtype=torch.uint8))
 
     def mark_rewritten(self) -> None:
-        """Records that bytes of the last commit are about to be overwritten, until the next commit."""
         self.pager.mark_rewritten(True)

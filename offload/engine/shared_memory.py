@@ -122,8 +122,7 @@ def _untied(one: _Interval, other: _Interval, parameters: Mapping[int, str]) -> 
 def _intervals(model: nn.Module) -> Iterator[_Interval]:
     """Yields the interval of every tensor with memory: parameters, buffers, and tensors in attributes of modules.
 
-    Raises:
-        ConfigError: a parameter that trains has elements that share memory with each other.
+    Raises `ConfigError` if a parameter that trains has elements that share memory with each other.
     """
     seen: set[int] = set()
 

@@ -274,8 +274,7 @@ def is_held(scheduler: Any) -> bool:
 def scheduler_state(scheduler: Any) -> Any:
     """Returns the state of a learning-rate schedule as JSON (see `to_plain`); None if it has none.
 
-    Raises:
-        ConfigError: the state contains objects that JSON cannot represent.
+    Raises `ConfigError` if the state contains objects that JSON cannot represent.
     """
     if scheduler is None or not is_held(scheduler):
         return None

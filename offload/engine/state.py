@@ -113,9 +113,8 @@ class RegisteredObjects:
     def add(self, objects: Sequence[Any]) -> None:
         """Registers `objects`, and on a resumed run loads their states.
 
-        Raises:
-            UsageError: one of `objects` cannot be registered. After this and any error of an object's own
-                `load_state_dict` none of them is registered, so that the same call may be repeated.
+        Raises `UsageError` if one of `objects` cannot be registered. After this and any error of an object's own
+        `load_state_dict` none of them is registered, so that the same call may be repeated.
         """
         for position, thing in enumerate(objects, len(self._objects) + 1):
             missing = [name for name in ("state_dict", "load_state_dict") if not callable(getattr(thing, name, None))]
@@ -349,11 +348,8 @@ class StepSettings:
 def resized(settings: StepSettings, total: int, ranks: int, gradients: torch.dtype | None) -> StepSettings:
     """Returns the settings for steps of `total` samples over all ranks.
 
-    `gradients` is the dtype that the engine chose for the gradients; None if the config names one.
-
-    Raises:
-        UsageError: `total` is no multiple of a micro-batch of all ranks, or several micro-batches would accumulate in
-            16 bits.
+    `gradients` is the dtype that the engine chose for the gradients; None if the config names one. Raises `UsageError`
+    if `total` is no multiple of a micro-batch of all ranks, or several micro-batches would accumulate in 16 bits.
     """
     samples = settings.micro_batch_size * ranks
     if isinstance(total, bool) or not isinstance(total, int) or total < 1 or total % samples:
@@ -807,9 +803,8 @@ class TrainingState:
     def regrouped(self) -> None:
         """Adapts schedule and settings to a group that was added to the optimizer.
 
-        Raises:
-            UsageError: the groups of a resumed run are not restored yet, or the schedule has no learning rate for the
-                group.
+        Raises `UsageError` if the groups of a resumed run are not restored yet, or the schedule has no learning rate
+        for the group.
         """
         groups, schedule = self.optimizer.param_groups, self.lr_scheduler
         if self._due is not None:
@@ -830,8 +825,7 @@ class TrainingState:
     def of_the_user(self) -> dict[str, Any]:
         """Returns the user's own state as JSON.
 
-        Raises:
-            UsageError: `client_state` is not a dict, or a state contains objects that JSON cannot represent.
+        Raises `UsageError` if `client_state` is not a dict, or a state contains objects that JSON cannot represent.
         """
         if not isinstance(self.client_state, dict):
             raise UsageError(f"engine.client_state must be a dict, got {type(self.client_state).__name__}")

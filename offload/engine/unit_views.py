@@ -301,7 +301,6 @@ class UnitViews:
 
     @staticmethod
     def _materialize(unit: _ViewState, frozen: bool) -> None:
-        """Materializes the frozen parameters of a unit, or those that train."""
         assert unit.binding is not None
         pairs = zip(unit.handles, unit.binding.memory.views, strict=True)
         pairs_to_show = [(handle, view) for handle, view in pairs if handle.trainable is not frozen]
@@ -390,9 +389,8 @@ class UnitViews:
     def _unbind(self, unit: _ViewState) -> None:
         """Makes a unit's parameters placeholders, and gives up the storage.
 
-        Raises:
-            UsageError: if a parameter was changed in place, or a frozen one set to train, while it was materialized. A
-                change in place also stops the engine: device buffer and stored weights disagree from then on.
+        Raises `UsageError` if a parameter was changed in place, or a frozen one set to train, while it was
+        materialized. A change in place also stops the engine: device buffer and stored weights disagree from then on.
         """
         changed = ParamHandle.release(unit.handles)
         if unit.binding is not None:

@@ -373,8 +373,7 @@ class TilePipeline:
     def compute(self, lane: Lane) -> UnitJob | None:
         """Waits for the reads of the oldest tile of a lane, runs the arithmetic and starts the writes.
 
-        Returns:
-            The job, if the tile was the last of its unit.
+        Returns the job if the tile was the last of its unit.
         """
         reading = self.reading[lane]
         tile = reading[0]
@@ -414,8 +413,7 @@ class TilePipeline:
     def retire(self, wait: bool) -> list[UnitJob]:
         """Takes back the buffers of tiles whose writes have ended, oldest first; `wait` waits for at least one tile.
 
-        Returns:
-            The jobs whose tiles are all written.
+        Returns the jobs whose tiles are all written.
         """
         ended: list[UnitJob] = []
         while self.writing:
@@ -619,15 +617,13 @@ class Updates:
     def await_gradient(self, unit: int) -> None:
         """Waits until the update of `unit` has read its gradient, whose memory may then receive the next one.
 
-        Raises:
-            EngineFailed: the worker or another background thread has failed.
+        Raises `EngineFailed` if the worker or another background thread has failed.
         """
 
     def finish(self, commit: bool = True) -> None:
         """Waits until every scheduled update is written and, with `commit`, until a commit that is due is made.
 
-        Raises:
-            EngineFailed: the worker or another background thread has failed.
+        Raises `EngineFailed` if the worker or another background thread has failed.
         """
 
     def come_to_rest(self, commit: bool = True) -> None:
@@ -963,7 +959,10 @@ class UpdateWorker(Updates):
             with self._pager.lock:
                 self._pager.notify()
         if job.part is Writes.MOMENTS:
-            self._end_second_pass(job)
+            assert self._second_passes is not None
+            with self._pager.lock:
+                self._second_passes.end(job.update.numel, time.monotonic() - self._second_pass_began)
+            self._timeline.end(Row.UPDATES, self._moments_title(job.unit))
             return
         if job.speculative:
             job.delivered = self._weights.speculative.adopt(job.unit)
@@ -971,12 +970,6 @@ class UpdateWorker(Updates):
             # update thread: the weights count as unwritten until `_publish_written`, even if the writes have ended.
             # Else the buffer could be evicted, and the next read would find the old slot.
             self._weights.publish_weights(job.unit, True, self._writes_to_store(job.unit))
-
-    def _end_second_pass(self, job: UnitJob) -> None:
-        assert self._second_passes is not None
-        with self._pager.lock:
-            self._second_passes.end(job.update.numel, time.monotonic() - self._second_pass_began)
-        self._timeline.end(Row.UPDATES, self._moments_title(job.unit))
 
     def _publish_written(self, job: UnitJob) -> None:
         """Makes the slot of a completely written update the newest one."""

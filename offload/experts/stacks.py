@@ -79,11 +79,9 @@ class StackedRows(PartsForm):
         )
 
     def join(self, values: Sequence[torch.Tensor]) -> torch.Tensor:
-        """Returns the parts as one tensor."""
         return torch.stack(list(values)) if self._size is None else torch.cat(list(values))
 
     def divide(self, values: torch.Tensor) -> Iterable[torch.Tensor]:
-        """Returns the parts of a tensor."""
         return values if self._size is None else values.split(self._size)
 
     def item(self, handle: ParamHandle, index: Any) -> torch.Tensor | None:
@@ -138,7 +136,9 @@ def stack_handles(
             rows = layouts[first.unit].segments[first.position].rows
             size = None if rows is None else len(rows)
             shape = (len(parts), *first.shape) if size is None else (len(parts) * size, *first.shape[1:])
-            adapters = split_adapters(model, name)
+            module, _, own = name.rpartition(".")
+            targeting = [wrapper for wrapper in parameter_adapters(model, module) if wrapper.parameter_name == own]
+            adapters = list(map(SplitAdapter, targeting))
             composed.append(composed_handle(model, name, StackedRows(parts, units, size, owners, adapters), shape))
     return composed
 
@@ -394,7 +394,6 @@ class StackedExperts(Extension):
             self._zeros.add(present)
 
     def remove(self) -> None:
-        """Removes the hooks, and restores the modules' own configs."""
         while self._undo:
             self._undo.pop()()
 
@@ -479,12 +478,6 @@ class SplitAdapter:
         return product
 
 
-def split_adapters(model: nn.Module, parameter: str) -> list[SplitAdapter]:
-    """Returns the adapters that target a stack."""
-    module, _, name = parameter.rpartition(".")
-    return [SplitAdapter(one) for one in parameter_adapters(model, module) if one.parameter_name == name]
-
-
 # -- adapters of whole parameters ------------------------------------------------------------------------
 #
 # Adapters of peft that target whole parameters, such as stacks of experts (`target_parameters`). In each forward peft
@@ -514,6 +507,5 @@ class TargetedParameters(Extension):
         self._removers.append(module.register_forward_pre_hook(outside_of_compiled_code(before)).remove)
 
     def remove(self) -> None:
-        """Removes the hooks."""
         while self._removers:
             self._removers.pop()()

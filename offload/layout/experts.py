@@ -67,9 +67,7 @@ def cut_stacks(
     """Returns the stacks of a model that are cut by expert or by group, and lines for the user on other stacks.
 
     With expert parallelism `ep_size` ranks own the experts of a layer, and all stacks are cut into one group for each.
-
-    Raises:
-        ConfigError: if ranks cannot own the experts.
+    Raises `ConfigError` if ranks cannot own the experts.
     """
     if ep_size > 1:
         return _owned(model, optimizer, ep_size), ()
@@ -87,8 +85,15 @@ def cut_stacks(
         else stack
         for stack in all_stacks
     )
-    # Another kind of adapter reads the whole parameter.
-    all_stacks = tuple(stack for stack in all_stacks if all(map(_is_split, parameter_adapters(model, stack.module))))
+    # Products are made by group beside peft's own adapters of matrices. Another kind reads the whole parameter.
+    all_stacks = tuple(
+        stack
+        for stack in all_stacks
+        if all(
+            is_of(method_of(adapter, "forward"), "peft") and adapter.num_experts > 1
+            for adapter in parameter_adapters(model, stack.module)
+        )
+    )
     for stack in all_stacks:
         reason = _why_not_replaced(model, stack)
         if reason is not None:
@@ -121,8 +126,7 @@ def _owned(model: nn.Module, optimizer: str, ep_size: int) -> tuple[Stack, ...]:
 def expert_stacks(model: nn.Module, size: int) -> tuple[Stack, ...]:
     """Returns the stacks of experts of a model, which `size` ranks can divide.
 
-    Raises:
-        ConfigError: if there are none, or they cannot be divided so.
+    Raises `ConfigError` if there are none, or they cannot be divided so.
     """
     stacks = find_stacks(model)
     if not stacks:
@@ -269,11 +273,6 @@ def _rows(module: nn.Module) -> int:
 def parameter_adapters(model: nn.Module, name: str) -> list[Any]:
     """Returns the adapters of peft for whole parameters of a module (`target_parameters`), the innermost first."""
     return [outer for outer in map(model.get_submodule, modules_around(name)) if is_parameter_adapter(outer)]
-
-
-def _is_split(adapter: Any) -> bool:
-    """Returns True if an adapter is peft's own, of matrices of experts: then its products can be made by group."""
-    return is_of(method_of(adapter, "forward"), "peft") and adapter.num_experts > 1
 
 
 def is_parameter_adapter(module: nn.Module) -> bool:

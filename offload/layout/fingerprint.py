@@ -78,12 +78,7 @@ def store_specs(
 
 
 def _described(segment: ParameterSegment) -> dict[str, Any]:
-    entry = {
-        "name": segment.name,
-        "shape": list(segment.shape),
-        "start": segment.start,
-        "trainable": segment.trainable,
-    }
+    entry = {"name": segment.name, "shape": list(segment.shape), "start": segment.start, "trainable": segment.trainable}
     # Written only for optimizers of torch: descriptions of other stores have no such key.
     if segment.kept:
         entry["packed"] = _fields(segment.kept)

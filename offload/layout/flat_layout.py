@@ -100,11 +100,7 @@ def describe_state(state: Mapping[str, Any]) -> tuple[StateField, ...]:
 
 def packed_nbytes(kept: Sequence[StateField]) -> int:
     """Returns the bytes of a packed state; 0 if there are no fields."""
-    return (
-        align_up(len(kept), OPAQUE_ALIGNMENT) + sum(align_up(field.nbytes, OPAQUE_ALIGNMENT) for field in kept)
-        if kept
-        else 0
-    )
+    return align_up(len(kept), OPAQUE_ALIGNMENT) + sum(align_up(field.nbytes, OPAQUE_ALIGNMENT) for field in kept)
 
 
 def unpack(kept: Sequence[StateField], memory: torch.Tensor) -> dict[str, Any]:

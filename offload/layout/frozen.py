@@ -195,11 +195,7 @@ _LEAST = 64
 
 
 def stored_weights(
-    model: nn.Module,
-    form: str | None,
-    dtype: torch.dtype,
-    parts: Mapping[str, int] = {},
-    in_fp32: Collection[str] = (),
+    model: nn.Module, form: str | None, dtype: torch.dtype, parts: Mapping[str, int] = {}, in_fp32: Collection[str] = ()
 ) -> dict[str, FrozenStorage]:
     """Returns the storage of each frozen parameter that is not stored as values: as blocks, or as a library's bytes.
 
@@ -379,7 +375,4 @@ def frozen_notices(form: str | None, layouts: Sequence[UnitLayout], itemsize: in
         return (*as_bytes, f"{no_effect} in values" if as_bytes else no_effect)
     stored, values = (sum(numel) * itemsize for numel in zip(*((s.numel, s.value_numel) for s in blocks), strict=True))
     matrices = count_of(len(blocks), "frozen matrix is", "frozen matrices are")
-    return (
-        *as_bytes,
-        Remark(f"{matrices} stored in {form}: {format_size(stored)} instead of {format_size(values)}"),
-    )
+    return (*as_bytes, Remark(f"{matrices} stored in {form}: {format_size(stored)} instead of {format_size(values)}"))

@@ -202,12 +202,7 @@ def _rounds_sums(config: Config, in_fp32: bool) -> bool:
 
 
 def reduction_of(
-    config: Config,
-    mode: Mode,
-    accumulation: int,
-    layouts: Sequence[UnitLayout],
-    world_size: int,
-    replicas: int = 1,
+    config: Config, mode: Mode, accumulation: int, layouts: Sequence[UnitLayout], world_size: int, replicas: int = 1
 ) -> Reduction | None:
     """Returns how several ranks reduce their gradients; None for one rank.
 
@@ -449,11 +444,7 @@ def plan_memory(
         commit_every = 2  # no step but a commit writes what is in memory
     # Only two slots leave the last commit intact while the next one is written.
     return replace(
-        placed,
-        placement=placement,
-        slots=slots,
-        commit_every=commit_every if slots == 2 else 0,
-        notices=notices,
+        placed, placement=placement, slots=slots, commit_every=commit_every if slots == 2 else 0, notices=notices
     )
 
 

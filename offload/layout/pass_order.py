@@ -183,9 +183,9 @@ def transfers(
     """
     layered = schedule == LAYER_MAJOR
     again = (2 if layered else 2 * micro_batches) - 1
-    each = gradient * (total - added) // max(total, 1)
+    of_one = gradient * (total - added) // max(total, 1)
     return Transfers(
         uploaded=weights + again * max(weights - kept, 0),
-        downloaded=total if layered else added + micro_batches * each,
+        downloaded=total if layered else added + micro_batches * of_one,
         read=again * max(on_disk - cached, 0),
     )

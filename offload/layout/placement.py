@@ -289,9 +289,7 @@ def device_share(share: float, parts: Partitions, tiers: TierMap) -> int:
 
     Weights count as the device holds them: in the compute dtype, also those that other tiers store as codes. Beside
     them the budget has room for two of the largest units, one in use and one on its way, and for resident states.
-
-    Raises:
-        ConfigError: no weights are paged, so all of them stay.
+    Raises `ConfigError` if no weights are paged, so all of them stay.
     """
     paged, largest = moving(parts, tiers), largest_moving(parts, tiers)
     if not sum(paged) and any(row[State.WEIGHT] is Tier.HOST for row in tiers):
@@ -304,9 +302,7 @@ def room_for_share(share: float, resident: int, paged: int, largest: int) -> int
     """Returns the bytes for paged units with which the fraction `share` of the weights stays on the device.
 
     `resident` are the bytes of the units that never leave it, `paged` those of all others, `largest` of one of these.
-
-    Raises:
-        ConfigError: no weights are paged, so all of them stay.
+    Raises `ConfigError` if no weights are paged, so all of them stay.
     """
     if not paged:
         raise ConfigError(
@@ -334,12 +330,7 @@ def divide_device(
     in_host = with_tier(tiers, ((unit, State.GRAD) for unit, row in enumerate(tiers) if State.GRAD in row), Tier.HOST)
     least = device_fixed(parts, in_host) + together
     if request.device_memory is not None:
-        check_budget(
-            '"device_memory"',
-            request.device_memory,
-            least,
-            least_holds(parts),
-        )
+        check_budget('"device_memory"', request.device_memory, least, least_holds(parts))
         # Test devices of type cpu do not tell what is free.
         if not machine.host_addressable and 0 < machine.free_device < request.device_memory:
             raise BudgetError(
@@ -437,7 +428,6 @@ def tiles(parts: Partitions, mode: Mode, tiers: TierMap, nbytes: int) -> tuple[i
 
 
 def _whole_unit_nbytes(parts: Partitions, tiers: TierMap) -> int:
-    """Returns the bytes of the largest tile if each holds an entire unit."""
     return max(
         sum(
             align_up(nbytes)
@@ -452,7 +442,7 @@ def _whole_unit_nbytes(parts: Partitions, tiers: TierMap) -> int:
 
 def _matrix_nbytes(parts: Partitions, mode: Mode, tiers: TierMap) -> int:
     """Returns the bytes of a tile that holds any matrix, and at least the usual number of other elements."""
-    spilled = parts.gradient_dtype.itemsize if _spills(parts, tiers) else 0
+    spilled = parts.gradient_dtype.itemsize if window_nbytes(parts, tiers) else 0
     matrix = 0
     for unit_mode in _modes(parts, mode):
         of_matrices = [dtype.itemsize for state, dtype in unit_mode.states.items() if state not in unit_mode.partial]
@@ -490,20 +480,12 @@ def _tile_step_nbytes(parts: Partitions, mode: Mode, tiers: TierMap) -> int:
 def _tile_element_bytes(parts: Partitions, mode: Mode, tiers: TierMap) -> int:
     """Returns the bytes of a tile for one element: its states without scales, and a gradient if any spills."""
     states = max(unit_mode.element_bytes for unit_mode in _modes(parts, mode))
-    return states + (parts.gradient_dtype.itemsize if _spills(parts, tiers) else 0)
+    # A gradient that waits on disk passes through a tile.
+    return states + (parts.gradient_dtype.itemsize if window_nbytes(parts, tiers) else 0)
 
 
 def _modes(parts: Partitions, mode: Mode) -> tuple[Mode, ...]:
     return (mode, mode.in_fp32) if any(parts.in_fp32) else (mode,)
-
-
-def _spills(parts: Partitions, tiers: TierMap) -> bool:
-    """Returns True if any gradient waits on disk, and so passes through a tile."""
-    return any(
-        row[State.GRAD] > 0 and row_tiers[State.GRAD] is Tier.DISK
-        for row, row_tiers in zip(parts.nbytes, tiers, strict=True)
-        if State.GRAD in row
-    )
 
 
 # -- host ----------------------------------------------------------------------------------------------
@@ -636,12 +618,7 @@ def _ways(
 
 
 def divide_host(
-    parts: Partitions,
-    mode: Mode,
-    request: PlacementRequest,
-    machine: MachineMemory,
-    tiers: TierMap,
-    budget: int,
+    parts: Partitions, mode: Mode, request: PlacementRequest, machine: MachineMemory, tiers: TierMap, budget: int
 ) -> HostBudget:
     """Returns the classes of host buffers within `budget`, which must hold the least that works."""
     least, most = host_needs(parts, mode, request, machine, tiers)
@@ -824,10 +801,8 @@ def place(
     """Returns a placement of every byte within both budgets, or within their defaults.
 
     `beside` are the bytes that a step takes beside both budgets if the CPU computes; None for those of one gradient of
-    the largest unit and no activations.
-
-    Raises:
-        BudgetError: a budget is too small (the message names the smallest that works), or exceeds the free memory.
+    the largest unit and no activations. Raises `BudgetError` if a budget is too small (the message names the smallest
+    that works), or exceeds the free memory.
     """
     beside = beside or beside_budgets(parts, gradients=1)
     configured_tiers = configured(parts, request, mode.weight_dtype.itemsize)

@@ -726,7 +726,7 @@ def most_written(tiers: TierMap, parts: Partitions, room: int) -> tuple[tuple[in
             units.append((written / sum(moved.values()), unit, moved))
     kept: list[tuple[int, State]] = []
     # Python's sort is stable: of equal units the first ones, which the next forward awaits first.
-    for _, unit, moved in sorted(units, key=lambda each: -each[0]):
+    for _, unit, moved in sorted(units, key=lambda candidate: -candidate[0]):
         size = sum(moved.values())
         if size <= room:
             kept += [(unit, state) for state in moved]

@@ -275,7 +275,16 @@ def _sites(
         if id(parameter) in unit_of:  # else it is a table in pieces
             needed.add(unit_of[id(parameter)])
     sites = {name: tuple(sorted(needs[name])) for name in modules if name in needs}
-    return {name: needed for name, needed in sites.items() if not _is_compiled_into(name, needed, modules, sites)}
+    # Hooks inside of a compiled module that needs the same units would only break its graph. If a caller calls the
+    # inner module alone, its parameters' placeholders fetch the units.
+    return {
+        name: needed
+        for name, needed in sites.items()
+        if not any(
+            is_compiled(modules[outer]) and outer in sites and set(needed) <= set(sites[outer])
+            for outer in modules_around(name)
+        )
+    }
 
 
 def parameters_in_fp32(model: nn.Module, wanted: Literal["auto"] | Sequence[str]) -> frozenset[str]:
@@ -361,20 +370,6 @@ def layers_inside(model: nn.Module, sites: Mapping[str, tuple[int, ...]]) -> dic
                 if outer in sites and set(needed) <= set(sites[outer]):
                     layers.setdefault(outer, []).append(name)
     return layers
-
-
-def _is_compiled_into(
-    name: str, needed: Sequence[int], modules: dict[str, nn.Module], sites: dict[str, tuple[int, ...]]
-) -> bool:
-    """Returns True if an outer module is compiled and needs the same units: hooks inside would only break its graph.
-
-    If a caller calls the inner module alone, its parameters' placeholders fetch the units.
-    """
-    # The outer module's hooks fetch a superset of the units, so they suffice.
-    return any(
-        is_compiled(modules[outer]) and outer in sites and set(needed) <= set(sites[outer])
-        for outer in modules_around(name)
-    )
 
 
 def modules_around(name: str) -> Iterator[str]:

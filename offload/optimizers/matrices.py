@@ -575,18 +575,18 @@ class _UnitSteps(InOnePass):
             trade.part(index, exchange.rank).copy_(update)
         trade.go()
         for whole in trade.here:
-            self._step_home(trade, whole.number, tile, matrices[whole.number])
+            self._step_home(trade, whole, tile, matrices[whole.number])
         trade.back()
         for parameter, segment, index in away:
             states, _ = _content(tile, segment)
             shape = (parameter.shape[0], parameter.shape[1])
             self._updates.move(states, trade.part(index, exchange.rank), shape, segment)
 
-    def _step_home(self, trade: Trade, index: int, tile: TileContent, segment: ParameterStep) -> None:
+    def _step_home(self, trade: Trade, whole: DividedParameter, tile: TileContent, segment: ParameterStep) -> None:
         """Steps this rank's part of a divided matrix, and puts other ranks' parts of the direction into `trade`."""
-        exchange, parameter, step = self._updates.exchange, self._layout.segments[index], segment.step
-        parts = next(whole.parts for whole in trade.here if whole.number == index)
-        places = {part.rank: slice(part.position, part.position + part.numel) for part in parts}
+        index, exchange, step = whole.number, self._updates.exchange, segment.step
+        parameter = self._layout.segments[index]
+        places = {part.rank: slice(part.position, part.position + part.numel) for part in whole.parts}
         own = places.pop(exchange.rank)
         states, gradient = _content(tile, segment)
         update = self._updates.update_of(states, gradient, segment)

@@ -43,10 +43,8 @@ from offload.torch_internals import inner_tensors
 def form_experts(world: World, config: Config, model: nn.Module) -> World:
     """Returns the world with the groups of ranks that own experts together. Collective, if `config` asks for them.
 
-    Tensor parallelism forms the groups of its rows itself.
-
-    Raises:
-        ConfigError: If the ranks cannot be divided into such groups, or the config cannot go together with them.
+    Tensor parallelism forms the groups of its rows itself. Raises `ConfigError` if the ranks cannot be divided into
+    such groups, or the config cannot go together with them.
     """
     size, ranks = config.expert_parallel.size, world.everyone.size
     if size == 1 or config.tensor_parallel.autotp_size > 1:

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import contextlib
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -65,7 +65,11 @@ class _Branch:
         handles = []
         if len(self.nodes) > 1:
             # A node may be below another node, whose gradient would arrive there a second time.
-            handles = [node.register_prehook(_instead(self.gradients[n])) for n, node in enumerate(self.nodes)]
+            # The hooks replace it by those that have arrived.
+            handles = [
+                node.register_prehook(lambda _, kept=self.gradients[number]: kept)
+                for number, node in enumerate(self.nodes)
+            ]
         try:
             if pairs:
                 edges, gradients = zip(*pairs, strict=True)
@@ -75,11 +79,6 @@ class _Branch:
         finally:
             for handle in handles:
                 handle.remove()
-
-
-def _instead(gradients: tuple[torch.Tensor | None, ...]) -> Callable[[Any], tuple[torch.Tensor | None, ...]]:
-    """Returns a hook that replaces the arriving gradients by `gradients`."""
-    return lambda _: gradients
 
 
 class SplitBackward:

@@ -480,7 +480,6 @@ class SequenceForward(Extension):
         ]
 
     def remove(self) -> None:
-        """Removes the hooks, and gives the model its own attention back."""
         while self._removers:
             self._removers.pop()()
 

@@ -45,8 +45,8 @@ class LayerLayouts(NamedTuple):
 
     def entering(self, value: torch.Tensor) -> torch.Tensor:
         """Returns an input as a DTensor with which the layer computes."""
-        given = _tensor_module().DTensor.from_local(value, self.mesh, self.input_layouts, run_check=False)
-        entered: torch.Tensor = given.redistribute(placements=self.desired_input_layouts)
+        sharded = _tensor_module().DTensor.from_local(value, self.mesh, self.input_layouts, run_check=False)
+        entered: torch.Tensor = sharded.redistribute(placements=self.desired_input_layouts)
         return entered
 
     def leaving(self, output: Any) -> torch.Tensor:

@@ -36,10 +36,6 @@ class StageRun(PassSchedule):
         """Stages whose schedule has not yet asked for gradients that are divided by the number of micro-batches."""
 
     def pipeline_stages(self, device: torch.device, calls: StageCalls) -> list[Any]:
-        """Returns the stages of this process, to make a schedule over.
-
-        Raises `UsageError` if torch.distributed has no process group.
-        """
         if not dist.is_initialized():
             raise UsageError("pipeline_stages() needs a process group: call torch.distributed.init_process_group first")
         # Imported here, since torch's pipelines take a while to import.
@@ -52,7 +48,6 @@ class StageRun(PassSchedule):
         ]
 
     def check_backward(self) -> None:
-        """Raises `UsageError`: a schedule runs the backwards."""
         raise UsageError(
             "this engine has stages of a pipeline, whose backwards a schedule runs: make one of "
             "torch.distributed.pipelining over engine.pipeline_stages(), call its step(...), and engine.step()"
@@ -118,5 +113,4 @@ class StageRun(PassSchedule):
             access.write(handle, State.GRAD, values)
 
     def forget(self) -> None:
-        """Forgets all micro-batches, whose gradients were dropped or used."""
         self._done, self._undivided = {}, set()

@@ -63,10 +63,8 @@ def planned_shards(
     """Returns the tensor parallelism of `model`: as it is, or by its plan over rows of consecutive ranks.
 
     Collective of all processes, all of which have the same sizes in `config`. Changes nothing yet. `found` is what the
-    model has already, and `ranks` the number of all processes.
-
-    Raises:
-        ConfigError: If the ranks cannot be divided into such rows, or the model cannot be divided by its plan.
+    model has already, and `ranks` the number of all processes. Raises `ConfigError` if the ranks cannot be divided into
+    such rows, or the model cannot be divided by its plan.
     """
     size, experts = config.tensor_parallel.autotp_size, config.expert_parallel.size
     if size == 1:
@@ -96,8 +94,7 @@ def planned_shards(
 def layer_styles(model: Any, size: int) -> dict[str, Style]:
     """Returns the style of each layer that the plan of `model` divides over `size` ranks, by name. Pure.
 
-    Raises:
-        ConfigError: If the model has no plan, or one that an engine cannot follow.
+    Raises `ConfigError` if the model has no plan, or one that an engine cannot follow.
     """
     request, other = (
         f"tensor_parallel.autotp_size is {size}",

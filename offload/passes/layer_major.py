@@ -240,7 +240,7 @@ class MicroBatch(Generic[_T]):
 # does no harm: the micro-batches pass through each module in their order.
 #
 # The first micro-batch is not watched, since many models set something up in their first forward. Values that a user's
-# hook stores elsewhere cannot be seen, so `foreign_hook` finds the hook itself.
+# hook stores elsewhere cannot be seen, so `_mind_hooks` finds the hook itself.
 
 
 _INTERNAL = frozenset(vars(nn.Module()))
@@ -305,16 +305,16 @@ class ModuleState:
 @contextlib.contextmanager
 def watched(model: nn.Module) -> Iterator[list[str | None]]:
     """Yields a list to which each forward of `model` adds the name of a value that it has left on a module, or None."""
-    state, found, entered = ModuleState(dict(model.named_modules())), list[str | None](), contextlib.ExitStack()
+    state, names, entered = ModuleState(dict(model.named_modules())), list[str | None](), contextlib.ExitStack()
 
     def end(*_: Any) -> None:
         entered.close()
-        found.append(state.changed())
+        names.append(state.changed())
 
     begins = model.register_forward_pre_hook(lambda *_: entered.enter_context(state.watching()), prepend=True)
     ends = model.register_forward_hook(end, always_call=True)
     try:
-        yield found
+        yield names
     finally:
         begins.remove()
         ends.remove()
@@ -330,14 +330,6 @@ def _content(value: Any) -> Any:
         return None
     attributes = getattr(value, "__dict__", None)
     return None if attributes is None else {key: id(item) for key, item in attributes.items()}
-
-
-def foreign_hook(modules: Mapping[str, nn.Module]) -> str | None:
-    """Returns the name of a module with a forward hook of the user, or None."""
-    for name, module in modules.items():
-        if any(kind.startswith("forward") for kind, _ in foreign_hooks(module, *_LIBRARIES)):
-            return name or "the model"
-    return None
 
 
 # -- layer major ---------------------------------------------------------------------------------------
@@ -401,7 +393,6 @@ class LayerMajor(PassSchedule):
         self._removers: list[Callable[[], None]] = []
 
     def install(self, modules: Mapping[str, nn.Module]) -> None:
-        """Installs a border on each block, outside of all hooks that are installed so far, until `remove`."""
         self._modules = modules
         for _, run in itertools.groupby(enumerate(self._blocks), lambda block: block[1].rpartition(".")[0]):
             members = list(run)  # the blocks of one `ModuleList`
@@ -410,7 +401,6 @@ class LayerMajor(PassSchedule):
 
     @property
     def name(self) -> Schedule:
-        """The order of the next step."""
         return MICRO_BATCH_MAJOR if self._full or self._shared_value is not None else LAYER_MAJOR
 
     @property
@@ -429,12 +419,10 @@ class LayerMajor(PassSchedule):
 
     @property
     def interleaves(self) -> bool:
-        """True while micro-batches wait at borders."""
         return bool(self._waiting)
 
     @property
     def micro_batch(self) -> int:
-        """Number of the micro-batch that runs, in the step under way; 0 outside of one."""
         return self._micro_batch
 
     @property
@@ -447,7 +435,6 @@ class LayerMajor(PassSchedule):
 
     @property
     def on_this_thread(self) -> bool:
-        """True on the thread of a micro-batch."""
         return self._local.micro_batch is not None
 
     def run(self, works: Iterable[Callable[[], _T]], generators: MicroBatchGenerators, turns: Turns) -> list[_T]:
@@ -481,10 +468,14 @@ class LayerMajor(PassSchedule):
 
     def _mind_hooks(self) -> None:
         """Reports a forward hook of the user, which may keep values where other micro-batches find them."""
-        name = None if self._shared_value is not None else foreign_hook(self._modules)
-        if name is None:
+        hooked = (
+            name or "the model"
+            for name, module in self._modules.items()
+            if any(kind.startswith("forward") for kind, _ in foreign_hooks(module, *_LIBRARIES))
+        )
+        if self._shared_value is not None or (owner := next(hooked, None)) is None:
             return
-        what = f"a forward hook of yours on {name} may keep values between two blocks, where another micro-batch finds"
+        what = f"a forward hook of yours on {owner} may keep values between two blocks, where another micro-batch finds"
         if self._wanted:
             announce(f'{what} them: if it does, set "schedule" to "micro_batch_major"')
         else:
@@ -537,8 +528,13 @@ class LayerMajor(PassSchedule):
         # Values that a first try has left, as a cache, are no longer new.
         keeps = self._anywhere(self._kept_in_forward(0, waiting[0], generators) is not None or self._first_apart)
         if self._wanted and self.allows_turns:
-            if keeps and len(waiting) > 1:
-                self._mind_change(self._kept_in_forward(1, waiting[1], generators))
+            # The first step of the run has found no such value, before this process.
+            if keeps and len(waiting) > 1 and (value := self._kept_in_forward(1, waiting[1], generators)) is not None:
+                announce(
+                    f"the model keeps {value} on a module between two blocks, where another micro-batch finds it. The "
+                    "first step of this run found no such value, so micro-batches take turns as before: set "
+                    '"schedule" to "micro_batch_major" if a block reads it'
+                )
         elif keeps or self._room is not None:
             self._pass_apart(generators)
         self._watched = True
@@ -547,15 +543,6 @@ class LayerMajor(PassSchedule):
             announce(
                 f"micro-batches pass through the model one after the other: it keeps {self._shared_value} on a module "
                 "between two blocks, where another micro-batch would find it"
-            )
-
-    def _mind_change(self, kept: str | None) -> None:
-        """Reports a value between two blocks where the first step of the run has found none, before this process."""
-        if kept is not None:
-            announce(
-                f"the model keeps {kept} on a module between two blocks, where another micro-batch finds it. The first "
-                'step of this run found no such value, so micro-batches take turns as before: set "schedule" to '
-                '"micro_batch_major" if a block reads it'
             )
 
     def _pass_apart(self, generators: MicroBatchGenerators) -> None:
@@ -612,7 +599,6 @@ class LayerMajor(PassSchedule):
             self._end()
 
     def remove(self) -> None:
-        """Removes the borders. Idempotent."""
         self._end()
         while self._removers:
             self._removers.pop()()

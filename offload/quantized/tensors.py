@@ -106,11 +106,9 @@ class QuantizedTensors(Values):
         self._source = source
 
     def attach(self, owner: WeightEdits) -> None:
-        """Makes `owner` the object that reads the bytes."""
         self._source.owner = owner
 
     def detach(self) -> None:
-        """Removes the owner. From then on the bytes cannot be read."""
         self._source.owner = None
 
     def fill(self, model: nn.Module, chunk: range, flats: Mapping[State, torch.Tensor]) -> None:
@@ -191,7 +189,6 @@ class UnpackedWeights(Extension):
             setattr(owner, _PACKS, False)
 
     def remove(self) -> None:
-        """Restores packing in the modules that packed before."""
         while self._packing:
             setattr(self._packing.pop(), _PACKS, True)
 

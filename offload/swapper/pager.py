@@ -334,12 +334,7 @@ class SpeculativeWeights:
     """The part of the pager that updates under the backward call."""
 
     def __init__(
-        self,
-        table: UnitTable,
-        host_cache: HostCache,
-        device_cache: DeviceCache,
-        arena: DeviceArena,
-        device: Device,
+        self, table: UnitTable, host_cache: HostCache, device_cache: DeviceCache, arena: DeviceArena, device: Device
     ) -> None:
         self._table, self._host_cache, self._device_cache = table, host_cache, device_cache
         self._arena, self._device = arena, device
@@ -646,12 +641,7 @@ class Pager:
         expand: Expand = lambda unit, memory: None,
         timeline: Timeline = OFF,
     ) -> None:
-        self.table = UnitTable(
-            sizes,
-            lambda: source.committed,
-            timeline=timeline,
-            record_memory=self._record_memory,
-        )
+        self.table = UnitTable(sizes, lambda: source.committed, timeline=timeline, record_memory=self._record_memory)
         self.changed = self.table.changed
         self.lock = self.changed.lock
         self.sizes = sizes
@@ -870,8 +860,7 @@ class Pager:
     def shrink_device(self) -> int:
         """Frees the memory of `grow_device`; no forward or backward may run, and the caller has left its buffers.
 
-        Returns:
-            The bytes; 0 if there are none, if a view of weights is alive there, or if other ranks rely on the units.
+        Returns the bytes; 0 if there are none, a view of weights is alive there, or other ranks rely on the units.
         """
         with self.lock, self._prefetcher.stopped():
             return 0 if self._fetcher.settled else self._device_cache.shrink()
@@ -1035,10 +1024,10 @@ class Pager:
         while an update may use them.
         """
         with self.lock, self._prefetcher.stopped():
-            given = self._host_cache.shrink(0, drop_spare)
-            if given and not self.failed:
+            freed = self._host_cache.shrink(0, drop_spare)
+            if freed and not self.failed:
                 self.host.drop_cache()
-            return given
+            return freed
 
     @uninterrupted
     def close(self) -> None:

@@ -551,12 +551,7 @@ def victims(space: Allocator, nbytes: int, latest: Iterable[UnitBlock]) -> tuple
 
 
 def find_room(
-    space: Allocator,
-    nbytes: int,
-    idle: IdleBlocks,
-    floor: Floor,
-    beyond: int = -1,
-    company: tuple[Company, ...] = (),
+    space: Allocator, nbytes: int, idle: IdleBlocks, floor: Floor, beyond: int = -1, company: tuple[Company, ...] = ()
 ) -> Eviction | None:
     """Returns the best offset for `nbytes` and the units to evict for it; None if no offset is allowed.
 
@@ -626,14 +621,14 @@ def largest_beside(unit: int, nbytes: int, ascending: Sequence[tuple[int, int]],
 
 def company_of(companions: Iterable[Companions], offset_of: Callable[[int], int | None]) -> tuple[Company, ...]:
     """Returns each distinct company among `companions`; `offset_of` returns None for a unit without a place."""
-    found: dict[Company, None] = {}
+    companies: dict[Company, None] = {}
     for units, largest in companions:
         offsets = [offset_of(unit) for unit, _ in units]
         pairs = list(zip(units, offsets, strict=True))
         placed = tuple([UnitBlock(unit, offset, nbytes) for (unit, nbytes), offset in pairs if offset is not None])
         missing = [nbytes for (_, nbytes), offset in pairs if offset is None] + [largest]
-        found[Company(placed, tuple(sorted([align_up(size) for size in missing if size], reverse=True)))] = None
-    return tuple(found)
+        companies[Company(placed, tuple(sorted([align_up(size) for size in missing if size], reverse=True)))] = None
+    return tuple(companies)
 
 
 def _has_room(company: Company, going: Sequence[UnitBlock], offset: int, end: int, floor: Floor) -> bool:
@@ -646,7 +641,6 @@ def _has_room(company: Company, going: Sequence[UnitBlock], offset: int, end: in
 
 
 def _fit(sizes: Sequence[int], regions: Sequence[Region]) -> bool:
-    """Returns True if blocks of all `sizes` fit into free regions at once."""
     if not sizes:
         return True
     return any(

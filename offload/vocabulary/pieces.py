@@ -101,11 +101,9 @@ class TablePieces(PartsForm):
     parts_words, key = "pieces", "vocabulary"
 
     def join(self, values: Sequence[torch.Tensor]) -> torch.Tensor:
-        """Returns the pieces as one tensor."""
         return torch.cat(list(values))
 
     def divide(self, values: torch.Tensor) -> Iterable[torch.Tensor]:
-        """Returns the pieces of a tensor."""
         sizes: Any = [part.shape[0] for part in self._parts]
         return tuple(values.split(sizes))
 
@@ -300,7 +298,6 @@ class _Product(torch.autograd.Function):
 
 
 def _product(pieces: Sequence[Piece], hidden: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
-    """Returns `F.linear(hidden, table, bias)`."""
     # Gradients of the hidden states, one from each piece, are summed in fp32 and rounded once.
     wide, values = hidden.float(), hidden.detach()
     logits = []

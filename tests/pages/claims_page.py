@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from offload.layout.modes import SIGN_BLOCK
-from offload.optimizers.signs import ROW_NBYTES
+from offload.optimizers.one_bit import ROW_NBYTES
 from offload.planner.activations import Load, need
 from offload.planner.deepspeed_estimates import Estimate, estimates_of_count
 from offload.planner.hardware import described, parse_drive

@@ -16,7 +16,7 @@ from offload import testing
 from offload.distributed.process_group import Ranks, Sent
 from offload.errors import StoreError
 from offload.layout.modes import SIGN_BLOCK
-from offload.optimizers.signs import ROW_NBYTES, SignMean
+from offload.optimizers.one_bit import ROW_NBYTES, SignMean
 from tests.ranks.test_ranks_lost import Run
 from tests.ranks.test_ranks_replicas import train_and_look
 from tests.support.oracle import Job, assert_same, assert_same_tensors, config, weights_of

@@ -415,13 +415,7 @@ class HostMemory:
         return None
 
     def _give(
-        self,
-        arena: HostArena,
-        mapping: Mapping,
-        start: int,
-        nbytes: int,
-        parts: Sequence[torch.Tensor],
-        viewed: bool,
+        self, arena: HostArena, mapping: Mapping, start: int, nbytes: int, parts: Sequence[torch.Tensor], viewed: bool
     ) -> None:
         """Unpins and frees an arena's region, and unmaps a mapping without arenas once no buffer refers to it.
 

@@ -65,11 +65,11 @@ def cgroup_limits() -> Iterator[MemoryLimit]:
         if version == 1:  # rows that include the group's children have a prefix there
             limits, used_name, of_files = ["memory.limit_in_bytes"], "memory.usage_in_bytes", "total_"
         used = _read(f"{place}/{used_name}").strip()
-        found = [(name, limit) for name in limits if (limit := _read(f"{place}/{name}").strip()).isdigit()]
-        if used.isdigit() and found:
+        set_limits = [(name, limit) for name in limits if (limit := _read(f"{place}/{name}").strip()).isdigit()]
+        if used.isdigit() and set_limits:
             rows = dict(row.split() for row in _read(f"{place}/memory.stat").splitlines())
             files = sum(int(rows.get(f"{of_files}{name}", 0)) for name in ("inactive_file", "active_file"))
-            for name, limit in found:
+            for name, limit in set_limits:
                 words = f"memory.high of the cgroup {group}" if name == "memory.high" else f"the cgroup {group}"
                 yield MemoryLimit(words, int(limit), max(0, int(used) - files))
 

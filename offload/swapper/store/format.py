@@ -144,7 +144,6 @@ class CommitRecord(NamedTuple):
 
 
 def _with_crc(content: bytes) -> bytes:
-    """Returns a page of a commit file."""
     # The checksum covers the whole page, so a reader detects a write that was cut short anywhere.
     body = content.ljust(PAGE - _CRC.size, b"\0")
     assert len(body) == PAGE - _CRC.size, "the store has checked the number of its units"

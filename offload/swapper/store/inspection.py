@@ -224,8 +224,8 @@ def _other_format(folder: Path, notes: Mapping[str, Any]) -> int | None:
     records = unpack_records(_bytes(folder / "commit") or b"")
     if records.valid:
         return None
-    said = (notes.get("format"), records.other_format)
-    return next((version for version in said if version not in (None, *FORMATS)), None)
+    versions = (notes.get("format"), records.other_format)
+    return next((version for version in versions if version not in (None, *FORMATS)), None)
 
 
 def _commits(folder: Path) -> tuple[tuple[Commit, ...], list[Wrong]]:

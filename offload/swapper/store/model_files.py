@@ -72,13 +72,13 @@ class InPlaceLayout(NamedTuple):
     def tensors(self) -> list[tuple[FileRange, int]]:
         """The arguments of `arrange_in_place`, in the order of the layout."""
         begins = itertools.accumulate((extent.nbytes for extent in self.extents), initial=0)
-        found: list[tuple[FileRange, int]] = []
+        pairs: list[tuple[FileRange, int]] = []
         for begin, extent in zip(begins, self.extents, strict=False):
             for start, target in self.pieces:
                 if begin <= start < begin + extent.nbytes:
                     at = extent.start + start - begin
-                    found.append((FileRange(extent.path, at, len(target)), target.start))
-        return found
+                    pairs.append((FileRange(extent.path, at, len(target)), target.start))
+        return pairs
 
 
 def arrange_in_place(tensors: Sequence[tuple[FileRange, int]], file_nbytes: Mapping[str, int]) -> InPlaceLayout:

@@ -136,7 +136,7 @@ class Copies:
         """The commits of all stores beside this one that have its layout: its run's first."""
         run = self._folder.parent
         runs = [run, *sorted(folder for folder in run.parent.iterdir() if folder != run)]
-        found: list[_Copy] = []
+        copies: list[_Copy] = []
         for folder in (
             rank for run in runs for rank in sorted(run.glob("rank*")) if rank_number(rank.name) is not None
         ):
@@ -146,8 +146,8 @@ class Copies:
                 if files is None or files.manifest is None or files.drive:
                     continue
                 if layout_difference(self._spec, files.manifest.spec) is None:
-                    found += [_Copy(files, commit.record, commit.table) for commit in files.whole]
-        return found
+                    copies += [_Copy(files, commit.record, commit.table) for commit in files.whole]
+        return copies
 
     def _read(self, file: StripedFile, place: Extents, wanted: ChecksumRange) -> Iterator[memoryview]:
         """Yields the bytes of a range in chunks. The next chunk reuses the memory."""

@@ -97,7 +97,9 @@ class SwapFiles:
         name = f"{STAGED if staged else ''}rank{rank}"
         self.folders = [Path(os.path.abspath(path)) / run / name for path in paths]
         self.notes = RunNotes(self.folders[0])
-        self._run, self._rank, self._spec = run, rank, spec
+        self._run, self._rank = run, rank
+        self.spec = spec
+        """The contents of the files; `open` replaces those that the caller expects."""
         self._manifest: StoreManifest | None = None
         self._states: StripedFile | None = None
         self.cut: list[str] = []
@@ -111,11 +113,6 @@ class SwapFiles:
         """The manifest of the files that `create` made or `open` opened."""
         assert self._manifest is not None
         return self._manifest
-
-    @property
-    def spec(self) -> StoreSpec:
-        """The contents of the files; those that the constructor received until `open`."""
-        return self._spec
 
     @property
     def states(self) -> StripedFile:
@@ -139,10 +136,10 @@ class SwapFiles:
 
         `nbytes` are those of the states, if not all slots are written.
         """
-        taken, nbytes = allocated_nbytes(self.folders), self._spec.nbytes if nbytes is None else nbytes
+        taken, nbytes = allocated_nbytes(self.folders), self.spec.nbytes if nbytes is None else nbytes
         short = find_shortage([folder.parent.parent for folder in self.folders], nbytes - taken)
         if short is not None:
-            raise no_room(short._replace(need=nbytes, free=short.free + taken), self._spec)
+            raise no_room(short._replace(need=nbytes, free=short.free + taken), self.spec)
 
     def create(self, run_id: str | None, stripes: Sequence[int] = (), reserve: bool = True, first: int = 1) -> None:
         """Deletes the remainders of an earlier start, reserves all room and writes empty records and the manifests.
@@ -155,12 +152,12 @@ class SwapFiles:
         self._forget()
         drives = [folder.parent.parent for folder in self.folders]
         if reserve:
-            self._raise_if_short(find_shortage(drives, self._spec.nbytes))
-        self._manifest = new_manifest(self._run, self._rank, self.folders, self._spec, run_id, stripes)
+            self._raise_if_short(find_shortage(drives, self.spec.nbytes))
+        self._manifest = new_manifest(self._run, self._rank, self.folders, self.spec, run_id, stripes)
         self._states = self._open_states(create=True)
         if reserve:
             self._raise_if_short(find_drive_shortage(drives, self._drive_nbytes()))
-            self._states.reserve(self._spec.nbytes)
+            self._states.reserve(self.spec.nbytes)
         else:
             for part, nbytes in zip(self._states.parts(), self._drive_nbytes(), strict=True):
                 os.ftruncate(part.descriptors.buffered, nbytes)
@@ -190,7 +187,7 @@ class SwapFiles:
 
     def _raise_if_short(self, short: Shortage | None) -> None:
         if short is not None:
-            raise no_room(short, self._spec)
+            raise no_room(short, self.spec)
 
     def open(self, copy: StoreManifest, step: int) -> list[str]:
         """Opens the states file of a commit.
@@ -199,17 +196,17 @@ class SwapFiles:
         line for the user for each such manifest. States that were cut get their size again, and a line in `cut`. Raises
         `StoreError` if the files are of another run or of other drives.
         """
-        compare(self._spec, copy.spec, self.folders[0])
+        compare(self.spec, copy.spec, self.folders[0])
         # The files keep the third slots that they began with, whatever this start would plan.
         spec = copy.spec
-        self._spec = self._spec._replace(shadowed=spec.shadowed, files=spec.files, about=spec.about)
+        self.spec = self.spec._replace(shadowed=spec.shadowed, files=spec.files, about=spec.about)
         # Partitions of all ranks look alike, and those of another one would be taken for this one's.
         check_rank(copy, self._rank, self.folders[0])
         lost, there = check_drives(self.folders, copy, step)
         here = places_of(self.folders)
         self._manifest = dataclasses.replace(copy, drives=here)  # the blob of the next commit contains it too
         self._states = self._open_states()
-        if cut := repair.lengthen(self._states, self._spec.nbytes):
+        if cut := repair.lengthen(self._states, self.spec.nbytes):
             self.notes.mark_suspect()
             self.cut += cut
         # Each manifest counts: a kill between two of them leaves drives that name different places.
@@ -219,7 +216,7 @@ class SwapFiles:
 
     def name_files(self, files: Mapping[str, Any]) -> None:
         """Records the model's own files; see `StoreSpec.files`. Rewrites the manifests if they name others."""
-        self._spec = self._spec._replace(files=files)
+        self.spec = self.spec._replace(files=files)
         if self._manifest is not None and self._manifest.spec.files != files:
             self._manifest = dataclasses.replace(self._manifest, spec=self._manifest.spec._replace(files=files))
             self._write_manifests()
@@ -234,7 +231,7 @@ class SwapFiles:
         )
 
     def _drive_nbytes(self) -> list[int]:
-        return self.states.layout.file_nbytes(self._spec.nbytes)
+        return self.states.layout.file_nbytes(self.spec.nbytes)
 
     def _write_manifests(self) -> None:
         """Writes the manifest of each drive, the first drive's first. All names in these folders are then durable."""
