@@ -70,7 +70,7 @@ class CheckpointRestorer:
             self._compare_kept()
             layouts = enumerate(self._shards.layouts)
             filled = [unit for unit, layout in layouts if not layout.in_files and self._frozen_work(unit)]
-            # Beside a commit those alone that differ are written, in place; without one nothing is there yet.
+            # With a commit only the units that differ are written, in place; without one all of them.
             frozen = self._differing(filled) if self._keeps_commit else set(filled)
             work = (
                 chunk
