@@ -29,9 +29,10 @@ from offload.aio import DirectFile, IoQueue, aligned_empty
 from offload.aio.measure import move, remove
 from offload.bench.measure import drive_rates, random_ids, resident, seconds_of
 from offload.hardware.noise import fill_with_noise
+from offload.model_io.save import make_plan
 from offload.model_io.source import StoreSource
 from offload.presets import build
-from offload.runs.export import export, make_plan
+from offload.runs.export import export
 from offload.sizes import GIB, MIB
 from offload.swapper.store import remove_run
 

@@ -397,17 +397,15 @@ class WarmupCosineLR(Schedule):
         _warn_of_short_training(self._params)
 
     def _lrs(self, steps: int) -> list[float]:
-        ratio = self._ratio(steps)
-        return [base * ratio for base in self.base_lrs]
-
-    def _ratio(self, steps: int) -> float:
         params, length = self._params, _length(self._params)
         if steps <= length:
             start = params.warmup_min_ratio
-            return start + (1 - start) * _rise(steps, params)
-        # After the last step the rate stays at the end of the cosine.
-        done = min(1.0, (steps - length) / max(1, params.total_num_steps - length))
-        return params.cos_min_ratio + (1 - params.cos_min_ratio) * (1 + math.cos(math.pi * done)) / 2
+            ratio = start + (1 - start) * _rise(steps, params)
+        else:
+            # After the last step the rate stays at the end of the cosine.
+            done = min(1.0, (steps - length) / max(1, params.total_num_steps - length))
+            ratio = params.cos_min_ratio + (1 - params.cos_min_ratio) * (1 + math.cos(math.pi * done)) / 2
+        return [base * ratio for base in self.base_lrs]
 
 
 class OneCycle(Schedule):

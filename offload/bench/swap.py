@@ -99,10 +99,6 @@ class SwapPlan:
         """Returns the compute time of the first micro-batch's forward."""
         return self.units * compute_ms / 1e3
 
-    def pure_seconds(self, compute_ms: float) -> float:
-        """Returns the compute time of a step: forwards and backwards of all micro-batches, without the optimizer."""
-        return self.forward_seconds(compute_ms) * (1 + BACKWARD) * self.accumulation
-
 
 def make_plan(folders: Sequence[str], **settings: Any) -> SwapPlan:
     """Returns the plan of the settings, which are fields of `SwapPlan`; creates no file, allocates no memory.
@@ -282,7 +278,8 @@ def make_row(
     Without turns in memory compute is calculated.
     """
     step = _median_step(swapped)
-    pure, forward = plan.pure_seconds(compute_ms), plan.forward_seconds(compute_ms)
+    forward = plan.forward_seconds(compute_ms)
+    pure = forward * (1 + BACKWARD) * plan.accumulation  # of all micro-batches, without the optimizer
     # The step in memory contains the optimizer, which the calculated time lacks.
     compute = max(_median_step(in_memory), pure) if in_memory else pure
     read = statistics.mean(turn.read_bytes for turn in swapped)
@@ -498,7 +495,10 @@ def measure(plan: SwapPlan, tell: Callable[[str], None] = lambda _: None) -> Res
     with contextlib.ExitStack() as stack:
         tell(f"{count_of(plan.units, 'unit')} of {format_size(plan.unit_bytes)} into their tiers")
         engine = stack.enter_context(_engine(plan, load))
-        beside = stack.enter_context(_engine(_in_memory(plan), load)) if plan.in_memory else None
+        beside = None
+        if plan.in_memory:
+            here = replace(plan, folders=(), weights="none", states="none", durability="none", overlap=True)
+            beside = stack.enter_context(_engine(replace(here, host_memory=None, device_memory=None), load))
         drive = stack.enter_context(
             drive_rates(
                 [Path(folder) / f"{_run()}.probe" for folder in plan.folders],
@@ -534,19 +534,6 @@ def measure(plan: SwapPlan, tell: Callable[[str], None] = lambda _: None) -> Res
             median_rates([speeds for turns in rates.values() for speeds in turns]),
             tuple(make_row(plan, ms, median_rates(rates[ms]), swapped[ms], in_memory[ms]) for ms in plan.compute_ms),
         )
-
-
-def _in_memory(plan: SwapPlan) -> SwapPlan:
-    return replace(
-        plan,
-        folders=(),
-        weights="none",
-        states="none",
-        durability="none",
-        host_memory=None,
-        device_memory=None,
-        overlap=True,
-    )
 
 
 def _run() -> str:

@@ -107,9 +107,12 @@ class CheckpointPartitions:
         self._places, self._queue = checkpoint.places, queue
         self._files = open_states(checkpoint)
 
-    def read(self, rank: int, unit: int, state: State, start: int, buffer: memoryview) -> Future:
+    def read(
+        self, rank: int, unit: int, state: State, start: int, buffer: memoryview, checksum: bool = False
+    ) -> Future:
         place = self._places[rank][tensor_name(unit, state)]
-        return self._queue.read(self._files[rank], place.offset + start, buffer)
+        assert start + len(buffer) <= place.tensor.nbytes
+        return self._queue.read(self._files[rank], place.offset + start, buffer, checksum=checksum)
 
     def close(self) -> None:
         for file in self._files:
@@ -490,20 +493,16 @@ class CheckpointSource:
     def __init__(self, checkpoint: Path, queue: Queue) -> None:
         self._checkpoint = look(checkpoint, 0, 0, {})
         manifest = self._checkpoint.manifest
-        self._queue = queue
         self._sums: dict[tuple[int, str], int] = {}
-        self._files = open_states(self._checkpoint)
+        self._partitions = CheckpointPartitions(self._checkpoint, queue)
         self.description, self.about, self.step = manifest.layout, manifest.about, manifest.step
         self.frozen = manifest.frozen
         self.progress = self._checkpoint.progress
         self.buffers, self.client_state = self.progress.buffers, self._checkpoint.client_state
 
     def read(self, rank: int, unit: int, state: State, start: int, buffer: memoryview) -> Pending:
-        name = tensor_name(unit, state)
-        place = self._checkpoint.places[rank][name]
-        assert start + len(buffer) <= place.tensor.nbytes
-        future = self._queue.read(self._files[rank], place.offset + start, buffer, checksum=True)
-        return Compared(future, partial(self._compare, rank, name, start))
+        future = self._partitions.read(rank, unit, state, start, buffer, checksum=True)
+        return Compared(future, partial(self._compare, rank, tensor_name(unit, state), start))
 
     def _compare(self, rank: int, name: str, start: int, nbytes: int, crc: int) -> None:
         # Reads of a tensor end in order, so their checksums are joined, and compared when all of it has been read.
@@ -516,5 +515,4 @@ class CheckpointSource:
             raise IoError(path, place.offset, place.tensor.nbytes, errno.EBADMSG, f"use {name},")
 
     def close(self) -> None:
-        for file in self._files:
-            file.close()
+        self._partitions.close()

@@ -68,7 +68,10 @@ class CheckpointRestorer:
         try:
             # Before any write: a damaged store must not change.
             self._compare_kept()
-            frozen = self._frozen_to_write()
+            layouts = enumerate(self._shards.layouts)
+            filled = [unit for unit, layout in layouts if not layout.in_files and self._frozen_work(unit)]
+            # With a commit only the units that differ are written, in place; without one all of them.
+            frozen = self._differing(filled) if self._keeps_commit else set(filled)
             work = (
                 chunk
                 for unit, (share, _) in enumerate(self._shards.shares)
@@ -351,15 +354,6 @@ class CheckpointRestorer:
                 f"{layouts[min(differ)].name}, and these files are only read: load the checkpoint into a run that "
                 'begins with "frozen_files": false, or over the model with which the checkpoint was saved'
             )
-
-    def _frozen_to_write(self) -> set[int]:
-        """Returns the units whose frozen weights must be written: units that differ, or all units without a commit.
-
-        Nothing is written yet.
-        """
-        layouts = self._shards.layouts
-        units = [unit for unit, layout in enumerate(layouts) if not layout.in_files and self._frozen_work(unit)]
-        return self._differing(units) if self._keeps_commit else set(units)
 
     def _differing(self, units: Sequence[int]) -> set[int]:
         """Returns those of `units` whose frozen weights differ from the checkpoint's.

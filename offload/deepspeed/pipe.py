@@ -149,15 +149,15 @@ class PipelineModule(PipelineStages):
             ConfigError: if the layers cannot be divided in this way.
             UsageError: if an argument asks for what is not supported.
         """
-        unsupported = {
-            "topology": topology,
-            "activation_checkpoint_func": activation_checkpoint_func,
-            "checkpointable_layers": checkpointable_layers,
-            "dynamic_shape": dynamic_shape or None,
-        }
-        for name, value in unsupported.items():
+        unsupported = (
+            ("topology", topology, "give num_stages"),
+            ("activation_checkpoint_func", activation_checkpoint_func, "torch's checkpointing is used"),
+            ("checkpointable_layers", checkpointable_layers, "all layers are computed again"),
+            ("dynamic_shape", dynamic_shape or None, "give micro-batches of one shape"),
+        )
+        for name, value, advice in unsupported:
             if value is not None:
-                raise UsageError(f"PipelineModule: {name} is not supported: {_INSTEAD[name]}")
+                raise UsageError(f"PipelineModule: {name} is not supported: {advice}")
         init_distributed()
         layers, count = list(layers), 1 if num_stages is None else num_stages
         if not isinstance(count, int) or count < 1 or dist.get_world_size() % count:
@@ -206,15 +206,6 @@ class PipelineModule(PipelineStages):
     def stage_id(self) -> int:
         """Number of this process's stage."""
         return self.indices[0]
-
-
-_INSTEAD = {
-    "topology": "give num_stages",
-    "activation_checkpoint_func": "torch's checkpointing is used",
-    "checkpointable_layers": "all layers are computed again",
-    "dynamic_shape": "give micro-batches of one shape",
-}
-"""Advice for each argument that is not supported."""
 
 
 def _built(

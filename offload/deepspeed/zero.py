@@ -150,13 +150,6 @@ _READ: dict[str, Callable[[Any], Any]] = {
 
 
 _DEVICES = (None, "none", "cpu", "nvme", "cuda")
-_UNSUPPORTED = {
-    "zero_quantized_weights": 'set it in "zero_optimization" of the config',
-    "zero_quantized_nontrainable_weights": 'set it in "zero_optimization" of the config',
-    "zero_param_parallel_group": "weights are partitioned over all ranks",
-    "sequence_data_parallel_group": "weights are partitioned over all ranks",
-    "param_swapper": "the engine has its own",
-}
 _ASKED = "_deepspeed_dtype"
 """Attribute of a parameter: the dtype that the script passed to `zero.Init` without a config."""
 
@@ -197,16 +190,17 @@ class Init:
             raise UsageError(
                 f"remote_device={remote_device!r}: expected None, cpu or nvme; the config places the weights"
             )
-        unsupported = {
-            "zero_param_parallel_group": zero_param_parallel_group,
-            "zero_quantized_weights": zero_quantized_weights,
-            "zero_quantized_nontrainable_weights": zero_quantized_nontrainable_weights,
-            "sequence_data_parallel_group": sequence_data_parallel_group,
-            "param_swapper": param_swapper,
-        }
-        for name, value in unsupported.items():
+        of_config, of_all = 'set it in "zero_optimization" of the config', "weights are partitioned over all ranks"
+        unsupported = (
+            ("zero_param_parallel_group", zero_param_parallel_group, of_all),
+            ("zero_quantized_weights", zero_quantized_weights, of_config),
+            ("zero_quantized_nontrainable_weights", zero_quantized_nontrainable_weights, of_config),
+            ("sequence_data_parallel_group", sequence_data_parallel_group, of_all),
+            ("param_swapper", param_swapper, "the engine has its own"),
+        )
+        for name, value, advice in unsupported:
             if value:
-                raise UsageError(f"zero.Init: {name}={value!r} is not supported, {_UNSUPPORTED[name]}; leave it out")
+                raise UsageError(f"zero.Init: {name}={value!r} is not supported, {advice}; leave it out")
         chosen = config_dict_or_path if config_dict_or_path is not None else config
         self._config = None if chosen is None else content_of(chosen)
         self._enabled = enabled

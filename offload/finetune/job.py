@@ -6,7 +6,7 @@ Building the model may take minutes, so `prepare` first checks everything that c
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -45,6 +45,7 @@ from offload.finetune.options import (
     DEFAULT_STEPS,
     Options,
     Start,
+    as_record,
     batch_of,
     check,
     chooses_dtype,
@@ -57,12 +58,11 @@ from offload.finetune.output import (
     MARK,
     Finished,
     Identity,
+    arithmetic,
     check_apart,
     check_output,
-    command_of,
     differences,
     find_finished,
-    has_mark,
     is_identity,
     is_marked,
     other_model,
@@ -174,7 +174,7 @@ def prepare(options: Options, file: Mapping[str, Any] | None, say: Callable[[str
     if config.offload.resume in ("auto", "must") and config.drives:
         status = run_status(config.drives, config.offload.run)
         goes_on = status.exists or status.finished is not None
-    if not goes_on and not has_mark(output):
+    if not goes_on and not (output is not None and (output / MARK).exists()):
         check_output(output, may_be_there=False)
     if options.log is not None:
         check_log(options.log)
@@ -232,12 +232,17 @@ def prepare(options: Options, file: Mapping[str, Any] | None, say: Callable[[str
     new_folders = [line for line in places if isinstance(line, Remark)]
     engine = _engine(options, model, content, config, rank, say, forecast)
     resumed, identity = _resumed(engine, identity, loss, kernels.kind)
-    engine.client_state["command"] = command_of(replace(options, model=identity.model), content)
+    # All that computes the steps again.
+    command = {"options": as_record(replace(options, model=identity.model)), "config": dict(content)}
+    engine.client_state["command"] = command | {"arithmetic": arithmetic()}
     # A resumed run takes the weights from its swap files, not from their original source.
     example = () if data.example is None else (data.example,)
     begun = resumed if engine.global_steps else (*example, source, *resumed)
     begun = begun if kernels.line is None else (*begun, kernels.line)
-    _say_all(_warnings_last(engine.notices, (*new_folders, *data.lines, *begun, *forecast.notices)), say)
+    # Information first, then warnings, so that the steps follow the warnings: lines that are no `Remark`s.
+    remarks = [line for line in engine.notices if isinstance(line, Remark)]
+    warnings = [f"{WARNING}{line}" for line in engine.notices if not isinstance(line, Remark)]
+    _say_all((*remarks, *new_folders, *data.lines, *begun, *forecast.notices, *warnings), say)
     return Job(
         engine=engine,
         data=data,
@@ -259,16 +264,6 @@ def prepare(options: Options, file: Mapping[str, Any] | None, say: Callable[[str
 def _say_all(lines: Iterable[str], say: Callable[[str], None]) -> None:
     for line in lines:
         say(line)
-
-
-def _warnings_last(notices: Sequence[str], others: Sequence[str]) -> Iterator[str]:
-    """Yields the lines of the start: information first, then warnings, so that the steps follow the warnings.
-
-    Lines of the engine that are not `Remark`s are warnings.
-    """
-    yield from (line for line in notices if isinstance(line, Remark))
-    yield from others
-    yield from (f"{WARNING}{line}" for line in notices if not isinstance(line, Remark))
 
 
 def _engine(

@@ -21,7 +21,7 @@ from offload.config import Config
 from offload.errors import ConfigError, StoreError
 from offload.fileio import foreign_owner, read_inner, real_path
 from offload.fileio.inner_files import sampled_crc32
-from offload.finetune.options import Options, as_record
+from offload.finetune.options import Options
 from offload.kernels._native import supported_isas
 from offload.kernels.settings import isa_from
 from offload.presets import PRESETS
@@ -90,11 +90,6 @@ def check_output(folder: Path | None, may_be_there: bool) -> None:
 MARK = ".offload-job.json"
 """File with the job's identity, in an output folder whose job has not ended. A killed job that starts again recognizes
 its own folder by this file."""
-
-
-def has_mark(folder: Path | None) -> bool:
-    """Returns True if a job that has not ended saves into the folder; False for None."""
-    return folder is not None and (folder / MARK).exists()
 
 
 def is_marked(folder: Path | None, identity: Identity) -> bool:
@@ -205,11 +200,6 @@ class Identity(NamedTuple):
     """True for a loss in chunks, False for a loss from all logits; None to keep the loss with which the run began."""
     kernels: str | None = None
     """The kind of kernels of the blocks; None to keep the kernels with which the run began."""
-
-
-def command_of(options: Options, content: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns all that computes the steps of a job again, as JSON for its commits: options, config, arithmetic."""
-    return {"options": as_record(options), "config": dict(content), "arithmetic": arithmetic()}
 
 
 def arithmetic() -> dict[str, Any]:

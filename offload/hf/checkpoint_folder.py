@@ -103,11 +103,6 @@ def has_engine(folder: Path) -> bool:
     return False
 
 
-def has_adapters(model: Any) -> bool:
-    """Returns True if a model has adapters of peft. Checkpoints then contain only the adapters, not the base model."""
-    return hasattr(model, "peft_config")
-
-
 def _check_complete(folder: Path, args: Any) -> None:
     """Raises `StoreError` if a file that the Trainer reads is missing or truncated; random states may be missing."""
     rng = f"rng_state_{args.process_index}.pth" if args.world_size > 1 else "rng_state.pth"

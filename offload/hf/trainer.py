@@ -54,7 +54,6 @@ from offload.hf.checkpoint_folder import (
     LastCheckpoint,
     announced_end,
     check_resumable,
-    has_adapters,
     has_engine,
     last_complete,
     load_into,
@@ -308,7 +307,9 @@ class OffloadMixin(_Base):
     def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
         assert self.engine is not None
         self.engine.save_checkpoint(
-            output_dir, client_state={_CHUNKED: self._loss.chunked}, exclude_frozen_parameters=has_adapters(self.model)
+            output_dir,
+            client_state={_CHUNKED: self._loss.chunked},
+            exclude_frozen_parameters=hasattr(self.model, "peft_config"),  # the adapters alone, as peft saves them
         )
         if self.args.should_save:
             torch.save(self.lr_scheduler.state_dict(), Path(output_dir, SCHEDULER))

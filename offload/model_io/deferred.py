@@ -780,7 +780,9 @@ def _within(model: nn.Module, name: str, call: Initializer) -> Initializer:
 def _initializers(model: nn.Module, names: Mapping[str, nn.Parameter]) -> Iterator[Initializer]:
     """Yields the initializers of the modules that own `names` and of the modules between, children first."""
     paths: set[str] = set()
-    shared = _common_prefix(list(names))
+    # The path of the deepest module that contains all `names`.
+    levels = zip(*(name.split(".")[:-1] for name in names), strict=False)
+    shared = ".".join(level[0] for level in itertools.takewhile(lambda level: len(set(level)) == 1, levels))
     for name in names:
         path = name.rpartition(".")[0]
         while path not in paths and len(path) >= len(shared):
@@ -799,17 +801,6 @@ def _initializers(model: nn.Module, names: Mapping[str, nn.Parameter]) -> Iterat
         library = _library_model(modules, path)
         if library is not None:
             yield Initializer(library, "_init_weights", (module,))
-
-
-def _common_prefix(names: list[str]) -> str:
-    """Returns the path of the deepest module that contains all `names`."""
-    parts = [name.split(".")[:-1] for name in names]
-    shared: list[str] = []
-    for level in zip(*parts, strict=False):
-        if len(set(level)) > 1:
-            break
-        shared.append(level[0])
-    return ".".join(shared)
 
 
 def _library_model(modules: Mapping[str, nn.Module], path: str) -> nn.Module | None:

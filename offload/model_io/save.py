@@ -1054,8 +1054,7 @@ class PretrainedWriter:
             def end() -> None:
                 check()
                 files_open.close()
-                if wanted.tokenizer is not None:
-                    _save_tokenizer(wanted.tokenizer, made[0][0])
+                _save_tokenizer(wanted.tokenizer, made[0][0])
                 folder_open.close()
 
             # Only rank 0 opens the staging folder; the other ranks iterate over the same bytes and write nothing.
@@ -1092,8 +1091,7 @@ class PretrainedWriter:
                 own = {name: tensors[name].contiguous() for name, first_name in names.items() if name == first_name}
                 ties = {name: first_name for name, first_name in names.items() if name != first_name}
                 safetensors.torch.save_file(own, folder / SINGLE, {"format": "pt", **ties})
-            if wanted.tokenizer is not None:
-                _save_tokenizer(wanted.tokenizer, folder)
+            _save_tokenizer(wanted.tokenizer, folder)
 
     def _write_adapter(self, wanted: SaveOptions, out: Path, adapter: Adapter) -> None:
         """Calls peft to write the adapter into `out`. Runs on rank 0."""
@@ -1110,13 +1108,13 @@ class PretrainedWriter:
                 for path in folder.rglob(_ADAPTER[0]):
                     tensors = safetensors.torch.load(path.read_bytes())
                     safetensors.torch.save_file(tensors, path, {"format": "pt", **base})
-            if wanted.tokenizer is not None:
-                _save_tokenizer(wanted.tokenizer, folder)
+            _save_tokenizer(wanted.tokenizer, folder)
 
 
 def _save_tokenizer(tokenizer: Any, folder: Path) -> None:
-    with naming_errors(folder, "write"):
-        tokenizer.save_pretrained(str(folder))
+    if tokenizer is not None:
+        with naming_errors(folder, "write"):
+            tokenizer.save_pretrained(str(folder))
 
 
 class Adapter(NamedTuple):

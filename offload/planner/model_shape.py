@@ -836,19 +836,20 @@ _MLP = re.compile(r"\.\d+\.(mlp|ffn|feed_?forward)$")
 """Path of the MLP of a repeated block."""
 _INDEX = re.compile(r"\.\d+(?=\.|$)")
 """Number of a block in a path, for which plans of tensor parallelism write a star."""
+BY_BLOCKS = Division()
+"""The default division into units."""
 
 
 def from_name(
     name: str,
     sequence: int,
     dtype: torch.dtype = torch.bfloat16,
-    units: Division | Sequence[str] = (),
+    division: Division = BY_BLOCKS,
     layers: int | None = None,
 ) -> Shape:
     """Returns the shape of a preset, or of a folder with a config.json."""
-    named = units.named if isinstance(units, Division) else units
-    known = None if named or layers is not None else from_preset(name, sequence, dtype.itemsize)
-    whole = isinstance(units, Division) and not RULE_LAYOUTS[units.rule].elementwise
+    known = None if division.named or layers is not None else from_preset(name, sequence, dtype.itemsize)
+    whole = not RULE_LAYOUTS[division.rule].elementwise
     if known is not None and not (whole and known.experts):  # a rule for matrices divides experts otherwise
         return known._replace(tables=()) if whole else known
     config = config_of(name, layers)
@@ -862,7 +863,7 @@ def from_name(
         with fake_tensors(), torch.device("cpu"):
             check_positions(config, sequence)
             model = model_of(config, dtype)
-            return _counted(model, model, list(model.parameters()), name, sequence, units)
+            return _counted(model, model, list(model.parameters()), name, sequence, division)
     except ConfigError:
         raise
     except Exception as error:  # a model's own code may raise any error
@@ -877,7 +878,7 @@ _ALIKE = 4
 
 
 def from_adapted(
-    name: str, adapters: Adapters, sequence: int, dtype: torch.dtype, units: Division | Sequence[str] = ()
+    name: str, adapters: Adapters, sequence: int, dtype: torch.dtype, division: Division = BY_BLOCKS
 ) -> Shape:
     """Returns the shape of a preset or folder with adapters. Only the adapters are trained."""
     config = config_of(name)
@@ -885,20 +886,20 @@ def from_adapted(
     layers = config.get_text_config().num_hidden_layers
     if name in PRESETS and PRESETS[name].config in DECODERS and layers > _ALIKE:
         with contextlib.suppress(ConfigError):  # of a target that only another layer has
-            few = _of_adapted(name, config_of(name, _ALIKE), adapters, sequence, dtype, units)
+            few = _of_adapted(name, config_of(name, _ALIKE), adapters, sequence, dtype, division)
             if (shape := repeated(few, layers)) is not None:
                 return shape
-    return _of_adapted(name, config, adapters, sequence, dtype, units)
+    return _of_adapted(name, config, adapters, sequence, dtype, division)
 
 
 def _of_adapted(
-    name: str, config: Any, adapters: Adapters, sequence: int, dtype: torch.dtype, units: Division | Sequence[str]
+    name: str, config: Any, adapters: Adapters, sequence: int, dtype: torch.dtype, division: Division
 ) -> Shape:
     with torch.device("meta"):
         model = adapters.make(model_of(config, dtype))
     # A quantized folder is modeled by plain layers in a block format of ours: their bytes are nearly the same.
     theirs = None if (bits := quantized_bits(config)) is None else "nf4" if bits <= 4 else "int8"
-    shape = from_training(model, sequence, dtype, units, {}, adapters.frozen or theirs)
+    shape = from_training(model, sequence, dtype, division, {}, adapters.frozen or theirs)
     # Published weights are in bf16 unless the config says otherwise; those in codes stay no values.
     same = dtype is (getattr(config, "dtype", None) or torch.bfloat16)
     filed = {own for own, parameter in model.named_parameters() if not parameter.requires_grad and same and not theirs}
@@ -967,7 +968,7 @@ def from_training(
     model: nn.Module,
     sequence: int,
     dtype: torch.dtype,
-    units: Division | Sequence[str],
+    division: Division,
     always: Mapping[str, Any],
     frozen: str | None = None,
 ) -> Shape:
@@ -985,7 +986,7 @@ def from_training(
                 return torch.func.functional_call(model, made, (), {**inputs, **always})
 
             weights = [made[name] for name, _ in model.named_parameters()]
-            return _counted(model, forward, weights, title, sequence, units, (frozen, dtype))
+            return _counted(model, forward, weights, title, sequence, division, (frozen, dtype))
     except Exception as error:  # a model's own code may raise any error
         # torch adds the calls of a product that it cannot make on fake tensors, line by line.
         reason = error_message(error).partition("\n")[0]
@@ -1102,13 +1103,12 @@ def _counted(
     weights: Sequence[torch.Tensor],
     name: str,
     sequence: int,
-    division: Division | Sequence[str],
+    division: Division,
     frozen: tuple[str | None, torch.dtype] = (None, torch.bfloat16),
 ) -> Shape:
-    by = division if isinstance(division, Division) else Division(division)
-    units, stacks, _ = divide(model, replace(by, vocabulary="whole"))
+    units, stacks, _ = divide(model, replace(division, vocabulary="whole"))
     # In the order of the units that `find_units` makes of pieces.
-    of_pieces = divide(model, replace(by, vocabulary="pieces")).units.tables
+    of_pieces = divide(model, replace(division, vocabulary="pieces")).units.tables
     tables = tuple(table for table in find_tables(model) if table.parameter in of_pieces)
     stored = stored_weights(model, *frozen, parts_of(stacks), units.in_fp32)
     rows = {stack.module: stack.rows for stack in stacks}

@@ -818,23 +818,20 @@ def _tokens(count: int) -> str:
 
 def longest_json(lengths: Sequence[Longest]) -> dict[str, Any]:
     """Returns the object that `--longest-sequence --json` prints: for each way, lengths, needs and config."""
-    return {"longest": [_longest_json(length) for length in lengths]}
-
-
-def _longest_json(length: Longest) -> dict[str, Any]:
-    way = {"way": length.way.words, "sequence": length.sequence, "sequence_chunked": length.sequence_chunked}
-    if length.planned is None:
-        return way
-    planned, timing = length.planned, length.planned.timing
-    return {
-        **way,
-        "chunked_loss": planned.load.chunked_loss,
-        "activation_tiers": {**planned.needed._asdict(), "inputs": inputs_of(planned)},
-        "seconds": rounded(timing.seconds),
-        "tokens_per_second": rounded(timing.tokens_per_second),
-        "limit": timing.limit,
-        "config": dict(planned.content),
-    }
+    rows = []
+    for way, sequence, sequence_chunked, planned in lengths:
+        row: dict[str, Any] = {"way": way.words, "sequence": sequence, "sequence_chunked": sequence_chunked}
+        if planned is not None:
+            row |= {
+                "chunked_loss": planned.load.chunked_loss,
+                "activation_tiers": {**planned.needed._asdict(), "inputs": inputs_of(planned)},
+                "seconds": rounded(planned.timing.seconds),
+                "tokens_per_second": rounded(planned.timing.tokens_per_second),
+                "limit": planned.timing.limit,
+                "config": dict(planned.content),
+            }
+        rows.append(row)
+    return {"longest": rows}
 
 
 def longest_heading(lengths: Sequence[Longest]) -> str:

@@ -14,7 +14,7 @@ a row, and those of several micro-batches in the first stages.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any, NamedTuple
 
@@ -270,11 +270,14 @@ def plan_stages(
             f"--pipeline is {cluster.pipeline}, and {shape.name} has {count_of(len(shape.blocks), 'repeated block')}: "
             "each stage needs one"
         )
+    load = load._replace(schedule="micro_batch_major", speculate=False)
+    sizes = list(loads(load, shape.sequence, batch, accumulation))
+    ways = (False, True) if recompute is None else (recompute,)
     found: dict[int, RanksPlan] = {}
     refusal: Exception | None = None
     for stage in STAGES:
         plans: list[RanksPlan] = []
-        for tried in _tried(shape, load, batch, accumulation, recompute):
+        for tried in (size._replace(recompute=again) for size in sizes for again in ways):
             for weights, states in PLACEMENTS:
                 # Below stage 3 DeepSpeed's files have no weights elsewhere.
                 if stage < 3 and weights != "none":
@@ -310,16 +313,6 @@ def fastest(plans: dict[int, RanksPlan]) -> RanksPlan:
         if plan.tokens_per_second > WORTH * best.tokens_per_second:
             best = plan
     return best
-
-
-def _tried(
-    shape: Shape, load: Load, batch: int | None, accumulation: int | None, recompute: bool | None
-) -> Iterator[Load]:
-    for size in loads(
-        load._replace(schedule="micro_batch_major", speculate=False), shape.sequence, batch, accumulation
-    ):
-        for again in (False, True) if recompute is None else (recompute,):
-            yield size._replace(recompute=again)
 
 
 def _fitting(

@@ -10,7 +10,7 @@ import copy
 import functools
 import itertools
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
@@ -332,7 +332,10 @@ def choose(shape: Shape, hardware: Hardware, load: Load, recompute: bool | None,
     error: Exception | None = None
     plans: list[Planned] = []
     for way in _ways(shape, hardware, load, recompute, options):
-        if plans and way.moves_inputs and not _lacks_room(plans):
+        # Moving blocks' inputs off the device may make a layer-major plan fit, if there is none so far.
+        wanted = any(planned.given.accumulation > 1 and planned.given.schedule == "auto" for planned in plans)
+        lacks_room = wanted and all(planned.choice.schedule == MICRO_BATCH_MAJOR for planned in plans)
+        if plans and way.moves_inputs and not lacks_room:
             break
         # A step that is slower than the best one even by its lower bound is not simulated.
         most = min((planned.timing.seconds for planned in plans), default=math.inf) * _WEAR
@@ -469,12 +472,6 @@ def _with_attention_kept(planned: Planned) -> Planned:
     return planned
 
 
-def _lacks_room(plans: Sequence[Planned]) -> bool:
-    """Returns True if no plan so far is layer-major, and moving blocks' inputs off the device may make one fit."""
-    wanted = any(planned.given.accumulation > 1 and planned.given.schedule == "auto" for planned in plans)
-    return wanted and all(planned.choice.schedule == MICRO_BATCH_MAJOR for planned in plans)
-
-
 def _check_device(shape: Shape, hardware: Hardware, load: Load, content: Mapping[str, Any]) -> None:
     """Raises `BudgetError` if not even a GPU without a budget for weights has room for the activations.
 
@@ -497,11 +494,21 @@ def _fitting(shape: Shape, hardware: Hardware, way: _Way, within: float) -> Plan
     load, content, on_drives = way.load, way.content, "nvme" in way_of(way.content)
     try:
         planned = plan(shape, hardware, load, content, within, coarse=True)
-    except BudgetError as refusal:
+    except BudgetError:
         if not on_drives:
             raise
         if hardware.on_cpu:
-            planned = _with_least_budgets(shape, hardware, load, content, refusal)
+            # The default budgets take a share of the RAM in whole units. On a larger machine they may thus leave less
+            # memory to the activations than on a smaller one, and what fits the smaller one must fit both.
+            memory = settled(shape, hardware, load, content)
+            content["offload"]["host_memory"] = memory.least_host
+            least_host = plan_if_it_fits(shape, hardware, load, content, coarse=True)
+            if least_host is None:
+                content["offload"]["device_memory"] = memory.placement.device_need.least
+                least_host = plan_if_it_fits(shape, hardware, load, content, coarse=True)
+            if least_host is None:
+                raise
+            planned = least_host
         else:
             memory = settled(shape, hardware, load, content)
             wish = wish_of(memory.config)
@@ -514,27 +521,6 @@ def _fitting(shape: Shape, hardware: Hardware, way: _Way, within: float) -> Plan
     # Another candidate covers states on DISK.
     if not on_drives and planned.memory.placement.on_disk:
         raise BudgetError(f"the host budget has no room for {' and '.join(dict.fromkeys(way_of(content)))}")
-    return planned
-
-
-def _with_least_budgets(
-    shape: Shape, hardware: Hardware, load: Load, content: dict[str, Any], refusal: BudgetError
-) -> Planned:
-    """Returns the plan of a run on the CPU with the least host budget, or with both budgets at their least.
-
-    The default budgets take a share of the RAM in whole units. On a larger machine they may thus leave less memory to
-    the activations than on a smaller one. A plan that fits the smaller machine must fit the larger one too. The budgets
-    are written into `content`. If none fits, `refusal` is raised.
-    """
-    memory = settled(shape, hardware, load, content)
-    block = content["offload"]
-    block["host_memory"] = memory.least_host
-    planned = plan_if_it_fits(shape, hardware, load, content, coarse=True)
-    if planned is None:
-        block["device_memory"] = memory.placement.device_need.least
-        planned = plan_if_it_fits(shape, hardware, load, content, coarse=True)
-    if planned is None:
-        raise refusal
     return planned
 
 

@@ -8,7 +8,7 @@ import os
 import re
 import statistics
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -80,7 +80,7 @@ def measured(
     shape: Shape,
     load: Load,
     dtype: torch.dtype,
-    units: Division | Sequence[str] = (),
+    units: Division,
     tell: Tell = lambda *_: None,
 ) -> Hardware:
     """Returns `hardware` with rates of compute scaled to the timed model. Takes up to a few minutes."""
@@ -118,7 +118,7 @@ def compute_seconds(shape: Shape, hardware: Hardware, batch: int) -> float:
 
 
 def _that_fits(
-    hardware: Hardware, shape: Shape, layers: int, load: Load, dtype: torch.dtype, units: Division | Sequence[str]
+    hardware: Hardware, shape: Shape, layers: int, load: Load, dtype: torch.dtype, units: Division
 ) -> tuple[Shape, int]:
     """Returns the shape to run and its number of layers: `shape` itself if all of it fits, else one of fewer layers."""
     # This machine's device may have less free memory than that of the planned machine.
@@ -147,7 +147,7 @@ def _that_fits(
     return (shape, layers) if taken == layers else (_of(shape, taken, dtype, units), taken)
 
 
-def _of(shape: Shape, layers: int, dtype: torch.dtype, units: Division | Sequence[str]) -> Shape:
+def _of(shape: Shape, layers: int, dtype: torch.dtype, units: Division) -> Shape:
     try:
         return from_name(shape.name, shape.sequence, dtype, units, layers)
     except ConfigError as error:

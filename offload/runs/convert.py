@@ -162,27 +162,17 @@ class StateConverter:
                 part = {state: values[run.at : run.at + run.numel] for state, values in saved.items()}
                 if State.WEIGHT in states:
                     split(join(part), {state: values[run.at : run.at + run.numel] for state, values in states.items()})
-                else:
-                    self._convert_moments(chunk, run, part, states)
+                    continue
+                scales = self._saved.scales(chunk.unit) if self._before.mode.in_blocks else None
+                moments = SavedMoments(self._before.mode, part, scales, run.segment.start + run.position)
+                for state in chunk.sources:  # a moment whose form stays is encoded to the same bits
+                    optimizer_states.write(self._after.mode, states, state, run.at, moments.values(state))
         writes = []
         for state, memory in new.items():
             start = mode.part(state, chunk.start, chunk.start).start * mode.states[state].itemsize
             writes.append(self._store.write(chunk.unit, state, 0, start, memory))
             self._written[chunk.unit].setdefault(state, []).append((start, writes[-1]))
         return writes
-
-    def _convert_moments(
-        self,
-        chunk: _ConvertedChunk,
-        run: _Run,
-        saved: Mapping[State, torch.Tensor],
-        states: Mapping[State, torch.Tensor],
-    ) -> None:
-        """Converts the moments of a run of elements. Moments whose form stays are encoded to the same bits."""
-        scales = self._saved.scales(chunk.unit) if self._before.mode.in_blocks else None
-        moments = SavedMoments(self._before.mode, saved, scales, run.segment.start + run.position)
-        for state in chunk.sources:
-            optimizer_states.write(self._after.mode, states, state, run.at, moments.values(state))
 
     def _regions(
         self, chunk: _ConvertedChunk, buffer: memoryview
@@ -208,9 +198,6 @@ class StateConverter:
 
 
 # -- convert -------------------------------------------------------------------------------------------
-
-
-__all__ = ["Conversion", "Converted", "StoreSource", "convert", "plan"]
 
 
 class Converted(NamedTuple):

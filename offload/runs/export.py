@@ -30,8 +30,6 @@ from offload.model_io.save import (
     copy_tokenizer,
     make_plan,
     notices,
-    read_nbytes,
-    shard_size,
     stream,
     tokenizer_files,
 )
@@ -41,21 +39,6 @@ from offload.notices import announce, folder_to_make
 from offload.offline.merge import ADAPTER_CONFIG, ADAPTER_WEIGHTS
 from offload.runs.own_checkpoint import find_own
 from offload.swapper.store import note_saved as write_note
-
-__all__ = [
-    "Exported",
-    "Source",
-    "check_target",
-    "described_names",
-    "export",
-    "make_plan",
-    "note_saved",
-    "open_source",
-    "plan_export",
-    "read_nbytes",
-    "shard_size",
-    "with_states",
-]
 
 
 class Exported(NamedTuple):

@@ -38,21 +38,9 @@ from offload.swapper.store.inspection import RankFiles
 
 COMPARED = ("loss", "grad_norm")
 """Fields of a log's line that are compared. JSON contains every bit of their fp64 values."""
-_KEPT_OPTIONS = (
-    *(
-        "model",
-        "text",
-        "data",
-        "eval_data",
-        "eval_every",
-        "train_on",
-        "seq_len",
-        "steps",
-        "epochs",
-        "schedule",
-        "warmup",
-    ),
-    *("lora", "load_in_4bit", "load_in_8bit", "gradient_checkpointing", "chunked_loss", "kernels"),
+_KEPT_OPTIONS = frozenset(
+    "model text data eval_data eval_every train_on seq_len steps epochs schedule warmup lora load_in_4bit load_in_8bit "
+    "gradient_checkpointing chunked_loss kernels".split()
 )
 """Options of the run that its config does not contain. All others are in the config, or change no bit."""
 

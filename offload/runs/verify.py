@@ -7,7 +7,7 @@ A run is verified without importing torch. With `--repair` damaged bytes are rep
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterator, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -89,6 +89,7 @@ class Report(NamedTuple):
 
     path: Path
     step: int | None
+    """Step of the newest commit that is complete on all ranks; None if a rank has no complete commit."""
     ranks: tuple[RankReport, ...]
     repaired: bool = False
     """True if true copies were looked for."""
@@ -351,20 +352,13 @@ class RunChecking:
         for files in self._found:
             checked = _check(files, serial, queue, progress, self._repair, self._model)
             ranks.append(replace(checked, lengthened=self._lengthened[files.rank]))
-        return Report(self._run, resumable_step(ranks, serial), tuple(ranks), self._repair, self._model)
+        # A rank that misses the commit was compared with another of its own.
+        step = next((rank.step for rank in ranks if rank.serial == serial), None)
+        step = None if any(rank.step is None for rank in ranks) else step
+        return Report(self._run, step, tuple(ranks), self._repair, self._model)
 
     def close(self) -> None:
         self._open.close()
-
-
-def resumable_step(ranks: Sequence[RankReport], serial: int) -> int | None:
-    """Returns the step of commit `serial`, from which a run resumes; None if a rank has no complete commit.
-
-    A rank that misses the commit was compared with another of its own.
-    """
-    if any(rank.step is None for rank in ranks):
-        return None
-    return next((rank.step for rank in ranks if rank.serial == serial), None)
 
 
 def _lengthened(files: RankFiles) -> tuple[str, ...]:

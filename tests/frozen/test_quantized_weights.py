@@ -27,7 +27,7 @@ from offload.finetune.model import adapt, find_folder, parse_lora
 from offload.layout.flat_layout import layouts_of
 from offload.layout.frozen import stored_weights
 from offload.layout.units import find_units
-from offload.planner.model_shape import from_adapted, from_name, from_training
+from offload.planner.model_shape import BY_BLOCKS, from_adapted, from_name, from_training
 from offload.planner.options import Adapters
 from offload.presets import quantized_bits
 from offload.torch_internals import tree_map
@@ -354,9 +354,9 @@ def test_a_quantized_folder_does_not_train_without_adapters(tmp_path: Path) -> N
 @pytest.mark.parametrize("form", ["nf4", "int8"])
 def test_a_prediction_counts_the_products_of_the_values_and_the_bytes_of_the_codes(form: str, tmp_path: Path) -> None:
     values = folder(tmp_path)
-    plain = from_training(in_values(values), 16, torch.bfloat16, (), {})
+    plain = from_training(in_values(values), 16, torch.bfloat16, BY_BLOCKS, {})
     model = loaded(values, form, "bf16")
-    found = from_training(model, 16, torch.bfloat16, (), {})
+    found = from_training(model, 16, torch.bfloat16, BY_BLOCKS, {})
     assert [use.flops for use in found.uses] == [use.flops for use in plain.uses]
     assert sum(layout.numel for layout in found.layouts) < sum(layout.numel for layout in plain.layouts)
     model(input_ids=torch.arange(8).view(1, 8))  # the model itself is as it was

@@ -19,7 +19,7 @@ from offload.layout.modes import make_mode
 from offload.layout.optimizer_states import cuts, matrices_of, product_flops, whole_sizes
 from offload.optimizers.matrices import Workspace, balance, orthogonalize
 from offload.planner.memory import Memory, Room, settings, settle
-from offload.planner.model_shape import from_training
+from offload.planner.model_shape import BY_BLOCKS, from_training
 from offload.precision import has_products_in_bf16, products_in_bf16
 from tests.optim.test_narrow_states import JOB, bytes_of_a_parameter
 from tests.optim.test_optimizers import assert_resumes_and_loads
@@ -315,7 +315,7 @@ def test_a_model_without_matrices_trains_by_adamw(tmp_path: Path) -> None:
 
 
 def _plan(optimizer: str) -> Memory:
-    shape = from_training(gpt2(), 16, torch.bfloat16, (), {})
+    shape = from_training(gpt2(), 16, torch.bfloat16, BY_BLOCKS, {})
     content = settings() | {"optimizer": {"type": optimizer, "params": {"lr": 1e-3}}}
     return settle(shape.layouts, content, Room(host=8 << 30, device=0, disk=None), matrices=shape.matrices)
 

@@ -23,7 +23,7 @@ from offload.config import load_config
 from offload.engine.build_optimizer import from_config
 from offload.errors import ConfigError, StoreError, UsageError
 from offload.planner.memory import Memory, Room, settings, settle
-from offload.planner.model_shape import from_training
+from offload.planner.model_shape import BY_BLOCKS, from_training
 from offload.states import State
 from tests.support.models import gpt2
 from tests.support.oracle import DTYPES, PlainOptimizer, assert_same_tensors, rounded, weights_of
@@ -446,7 +446,7 @@ def test_a_plan_has_the_bytes_of_the_run(name: str, tmp_path: Path) -> None:
 
 
 def _plan(name: str) -> Memory:
-    shape = from_training(gpt2(), 16, torch.float32, (), {})
+    shape = from_training(gpt2(), 16, torch.float32, BY_BLOCKS, {})
     content = settings(dtype="fp32") | {"optimizer": _named(name, CLASSES[name])}
     return settle(shape.layouts, content, Room(host=8 << 30, device=0, disk=None))
 

@@ -31,7 +31,7 @@ from offload.planner import memory as planning
 from offload.planner.activations import Load, need
 from offload.planner.hardware import described, parse_drive
 from offload.planner.memory import Memory, Room, settle
-from offload.planner.model_shape import Shape, from_name, from_training
+from offload.planner.model_shape import BY_BLOCKS, Shape, from_name, from_training
 from offload.sizes import GIB, MIB
 from offload.swapper.memory.limits import free_host_memory
 from offload.torch_internals import TorchDispatchMode, tree_leaves
@@ -278,7 +278,7 @@ ROOM = Room(host=8 << 30, device=0, disk=1 << 40)
 
 
 def shape_of(form: str | None) -> Shape:
-    return from_training(JOB.model(), 16, torch.bfloat16, (), {"use_cache": False}, form)
+    return from_training(JOB.model(), 16, torch.bfloat16, BY_BLOCKS, {"use_cache": False}, form)
 
 
 @pytest.mark.sample(1)

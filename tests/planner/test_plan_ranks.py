@@ -19,7 +19,7 @@ from offload.layout.units import find_units
 from offload.planner.activations import Load
 from offload.planner.hardware import described, parse_drive
 from offload.planner.memory import Room, settle
-from offload.planner.model_shape import Shape, from_count, from_training
+from offload.planner.model_shape import BY_BLOCKS, Shape, from_count, from_training
 from offload.planner.ranks import (
     Cluster,
     RanksPlan,
@@ -147,7 +147,7 @@ def kept_by_stages(job: Job, folder: Path) -> tuple[int, int]:
 def test_the_planned_activations_are_those_that_two_ranks_keep(ranks: RankPool, tmp_path: Path) -> None:
     """The tensors in the graphs of forwards: of one layer on two ranks, and of the micro-batches in each stage."""
     job = Job(tensor_parallel.qwen3, tensor_parallel.one_loss, accumulation=1)
-    shape, load = from_training(job.model(), 16, torch.float32, (), {}), Load(4, 4)
+    shape, load = from_training(job.model(), 16, torch.float32, BY_BLOCKS, {}), Load(4, 4)
 
     def planned(shape: Shape, cluster: Cluster) -> list[int]:
         return [
@@ -158,7 +158,7 @@ def test_the_planned_activations_are_those_that_two_ranks_keep(ranks: RankPool, 
     (whole,), (divided,) = planned(shape, Cluster(1)), planned(shape, Cluster(2, tensor=2))
     assert ranks.run(kept_by_a_row, job, tmp_path / "row") == [pytest.approx(divided, rel=0.01)] * 2
     assert divided < 0.75 * whole
-    first, last = planned(from_training(Whole(), 16, torch.float32, (), {}), Cluster(2, pipeline=2))
+    first, last = planned(from_training(Whole(), 16, torch.float32, BY_BLOCKS, {}), Cluster(2, pipeline=2))
     logits = 4 * 16 * pipelines.VOCABULARY * 4  # that the loss keeps, which torch's schedule computes after the forward
     found = dict(ranks.run(kept_by_stages, pipelines.JOB._replace(model=numbered), tmp_path / "stages"))
     assert found == {0: pytest.approx(first, rel=0.01), 1: pytest.approx(last - logits, rel=0.01)}

@@ -22,7 +22,7 @@ from offload.layout.memory_plan import Division
 from offload.planner import memory, recommend, request
 from offload.planner.activations import Load
 from offload.planner.hardware import Hardware, described, find_gpu, parse_drive
-from offload.planner.model_shape import Shape, from_count, from_name, from_preset, from_training, repeated
+from offload.planner.model_shape import BY_BLOCKS, Shape, from_count, from_name, from_preset, from_training, repeated
 from offload.presets import DECODERS, PRESETS
 from offload.sizes import GIB, MIB, parse_count, parse_size
 from tests.planner.test_plan_activations import llama
@@ -208,7 +208,7 @@ def test_the_rates_come_to_what_was_timed(
     shape_measured: Shape, machine: Hardware, taking: Callable[[float], list[int]]
 ) -> None:
     layers = taking(2.5)
-    found = request.measured(machine, shape_measured, Load(3), BF16)
+    found = request.measured(machine, shape_measured, Load(3), BF16, BY_BLOCKS)
     assert layers == [4]
     assert request.compute_seconds(shape_measured, found, 3) == pytest.approx(2.5)
     assert found.measured is not None and found.measured[:3] == (4, 4, 2.5)
@@ -226,12 +226,12 @@ def test_a_model_without_room_is_measured_by_some_layers(
     least = 2 * request._nbytes(one, 1, BF16)
     each = (2 * request._nbytes(shape_measured, 1, BF16) - least) // 3
     for more, taken in ((0, 1), (each - 1000, 1), (each + 1000, 2), (2 * each + 1000, 3), (3 * each + 1000, 4)):
-        found = request.measured(replace(machine, ram=least + more), shape_measured, Load(1), BF16)
+        found = request.measured(replace(machine, ram=least + more), shape_measured, Load(1), BF16, BY_BLOCKS)
         assert layers[-1] == taken, more
         part = from_name(shape_measured.name, TOKENS, layers=taken)
         assert request.compute_seconds(part, found, 1) == pytest.approx(1.0)
     with pytest.raises(ConfigError, match=r"the smallest part of .* give a smaller --batch-size or --seq-len"):
-        request.measured(replace(machine, ram=least - 1000), shape_measured, Load(1), BF16)
+        request.measured(replace(machine, ram=least - 1000), shape_measured, Load(1), BF16, BY_BLOCKS)
 
 
 def test_a_model_that_takes_long_is_measured_by_some_layers(
@@ -241,7 +241,7 @@ def test_a_model_that_takes_long_is_measured_by_some_layers(
     complete = request.compute_seconds(shape_measured, machine, 1)
     slow = 1.5 * request._PASS_SECONDS / complete  # all layers together take half as long again as they may
     rates = {name: getattr(machine, name) / slow for name in ("matmul", "weights", "fresh", "elementwise")}
-    request.measured(replace(machine, **rates), shape_measured, Load(1), BF16)
+    request.measured(replace(machine, **rates), shape_measured, Load(1), BF16, BY_BLOCKS)
     assert 1 <= layers[-1] < 4
 
 
@@ -252,7 +252,7 @@ def test_what_is_free_now_counts(
     layers = taking(1.0)
     one = from_name(shape_measured.name, TOKENS, layers=1)
     testing.replace(monkeypatch, "memory.free_for_plan", lambda: 2 * request._nbytes(one, 1, BF16))
-    request.measured(machine, shape_measured, Load(1), BF16)
+    request.measured(machine, shape_measured, Load(1), BF16, BY_BLOCKS)
     assert layers == [1]
 
 
@@ -262,7 +262,7 @@ def test_one_layer_that_takes_long_is_run(
     layers = taking(1.0)
     single = from_name(save_config(tmp_path / "single", layers=1), TOKENS)
     rates = {name: getattr(machine, name) / 1e9 for name in ("matmul", "weights", "fresh", "elementwise")}
-    request.measured(replace(machine, **rates), single, Load(1), BF16)
+    request.measured(replace(machine, **rates), single, Load(1), BF16, BY_BLOCKS)
     assert layers == [1]
 
 
@@ -274,10 +274,10 @@ def test_a_model_that_cannot_be_cut_is_run_where_it_fits(
     )
     layers = taking(1.0)
     mamba = from_name(str(tmp_path), TOKENS)
-    request.measured(machine, mamba, Load(1), BF16)
+    request.measured(machine, mamba, Load(1), BF16, BY_BLOCKS)
     assert layers == [4]
     with pytest.raises(ConfigError, match=r"too large to run, and cannot be cut.*cannot cut .*leave out --measure"):
-        request.measured(replace(machine, ram=1000), mamba, Load(1), BF16)
+        request.measured(replace(machine, ram=1000), mamba, Load(1), BF16, BY_BLOCKS)
 
 
 def test_a_model_that_cannot_run_is_a_clear_error(
@@ -288,7 +288,7 @@ def test_a_model_that_cannot_run_is_a_clear_error(
 
     testing.replace(monkeypatch, "clock.model_pass", fail)
     with pytest.raises(ConfigError, match=r"cannot run .* to measure it .*no kernel for this.*leave out --measure"):
-        request.measured(machine, shape_measured, Load(1), BF16)
+        request.measured(machine, shape_measured, Load(1), BF16, BY_BLOCKS)
 
 
 # -- the command --------------------------------------------------------------------------------------

@@ -48,18 +48,11 @@ def machine(device: torch.device) -> dict[str, Any]:
 def words(report: Mapping[str, Any]) -> str:
     """Returns the report for people: one table for each kind of part, and a line for each part without figures."""
     parts = report["parts"]
+    of_part = {"bits": _bits_words, "copies": _copies_words, "rates": _rates_words, "tests": _tests_words}
     blocks = [_machine_words(report["machine"])]
-    if figures_of(parts, "bits"):
-        blocks.append(_bits_words(figures_of(parts, "bits")))
-    if figures_of(parts, "copies"):
-        blocks.append(_copies_words(figures_of(parts, "copies")))
-    rates = figures_of(parts, "rates")
-    if rates:
-        blocks.append(_rates_words(rates))
-    if figures_of(parts, "tests"):
-        blocks.append(_tests_words(figures_of(parts, "tests")))
+    blocks += [in_words(figures) for name, in_words in of_part.items() if (figures := figures_of(parts, name))]
     measured = dict(_measured(parts))
-    blocks += _steps_words(measured, rates.get("plain_matmul"))
+    blocks += _steps_words(measured, figures_of(parts, "rates").get("plain_matmul"))
     if profiled := _profiled_words(measured):
         blocks.append(profiled)
     ends = [f"{name} is INVALID: {why}" for name, why in invalid(parts).items()]

@@ -116,17 +116,7 @@ def split(events: Iterable[Any]) -> tuple[list[Interval], list[Interval]]:
 Save = Callable[[dict[str, Any]], None]
 """A function that receives all figures so far, so that the figures of a stopped part are not lost."""
 
-PLACEMENTS = (
-    "none/none",
-    "nvme/nvme",
-    "cpu/cpu",
-    "cpu/nvme",
-    "none/nvme",
-    "nvme/cpu",
-    "none/cpu",
-    "cpu/none",
-    "nvme/none",
-)
+PLACEMENTS = tuple("none/none nvme/nvme cpu/cpu cpu/nvme none/nvme nvme/cpu none/cpu cpu/none nvme/none".split())
 """All nine placements, as weights/states, the most important first."""
 
 

@@ -178,16 +178,9 @@ def export(
     Example: offload export /mnt/nvme/my-run ./my-model && offload export ./my-model ./my-model.gguf
     """
     from offload.aio import IoQueue
+    from offload.model_io.save import read_nbytes, shard_size
     from offload.runs.as_folder import tokenizer_writer
-    from offload.runs.export import (
-        check_target,
-        note_saved,
-        open_source,
-        plan_export,
-        read_nbytes,
-        shard_size,
-        with_states,
-    )
+    from offload.runs.export import check_target, note_saved, open_source, plan_export, with_states
     from offload.runs.export import export as write
     from offload.runs.states_by_parameter import plan_states
 
@@ -294,8 +287,9 @@ def convert(
     """
     from offload.aio import IoQueue
     from offload.config import load_config
-    from offload.runs.convert import StoreSource, plan
+    from offload.model_io.source import StoreSource
     from offload.runs.convert import convert as write
+    from offload.runs.convert import plan
     from offload.runs.verify import RunChecking
 
     console = make_console(stderr=json_output, highlight=False, soft_wrap=True)

@@ -243,16 +243,6 @@ def _steady(reports: Sequence[Any]) -> list[dict[str, Any]]:
 # -- train run -----------------------------------------------------------------------------------------
 
 
-_LISTS = {
-    "losses": "loss",
-    "grad_norms": "grad_norm",
-    "step_seconds": "seconds",
-    "read_bytes": "read_bytes",
-    "written_bytes": "written_bytes",
-}
-"""Lists in the output of `--json`, each with the field of the step reports that fills the list."""
-
-
 _NOT_BEGUN = "stopped before the first step; earlier commits are unchanged"
 
 
@@ -611,10 +601,13 @@ class Training:
     def _facts(self, job: Any) -> _Result:
         """Returns the numbers of the run; must be called before the engine is closed."""
         reports, engine = self.reports, job.engine
-        lists: dict[str, Any] = {key: [getattr(report, field) for report in reports] for key, field in _LISTS.items()}
-        seconds, rates = sum(lists["step_seconds"]), median_rates(_steady(reports))
+        seconds, rates = [report.seconds for report in reports], median_rates(_steady(reports))
         return _Result(
-            **lists,
+            losses=[report.loss for report in reports],
+            grad_norms=[report.grad_norm for report in reports],
+            step_seconds=seconds,
+            read_bytes=[report.read_bytes for report in reports],
+            written_bytes=[report.written_bytes for report in reports],
             tflops=rates["tflops"],
             mfu=rates["mfu"],
             **facts(job, reports),
@@ -627,7 +620,7 @@ class Training:
             first_step=reports[0].step if reports else None,
             steps=engine.global_steps,
             total_steps=job.steps,
-            tokens_per_second=sum(r.tokens for r in reports) / seconds if reports else None,
+            tokens_per_second=sum(report.tokens for report in reports) / sum(seconds) if reports else None,
             evaluations=[evaluation.line() for evaluation in self.evaluations],
             eval_loss=self.evaluations[-1].loss if self.evaluations else None,
             run=job.run,

@@ -464,33 +464,22 @@ def update_costs(
     stored = placement.stored(parts, slots) or ({},) * len(parts.nbytes)
     frozen = parts.frozen or (0,) * len(parts.nbytes)
     rows = zip(parts.nbytes, placement.tiers, stored, frozen, parts.trainable_numel, strict=True)
-    costs = [_update_cost(*row, unit in early_units) if row[-1] else None for unit, row in enumerate(rows)]
+    costs: list[UpdateCost | None] = []
+    for unit, (nbytes, tiers, in_store, frozen_nbytes, numel) in enumerate(rows):
+        if not numel:
+            costs.append(None)
+            continue
+        weight = nbytes[State.WEIGHT] - frozen_nbytes if State.WEIGHT in in_store else 0
+        beside = {state: size for state, size in in_store.items() if state is not State.WEIGHT}
+        read = sum(size for state, size in beside.items() if tiers[state] is Tier.DISK)
+        spilled = nbytes[State.GRAD] if tiers[State.GRAD] is Tier.DISK else 0
+        written = weight + sum(beside.values())
+        costs.append(UpdateCost(numel, weight, read, written, spilled, revocable=unit in early_units))
     for unit in placement.deferred(parts, slots, commit_every):
         cost = costs[unit]
         assert cost is not None, "a unit without trainable parameters is never written"
         costs[unit] = cost._replace(written_nbytes=cost.written_nbytes // commit_every)
     return costs
-
-
-def _update_cost(
-    nbytes: Mapping[State, int],
-    tiers: Mapping[State, Tier],
-    stored: Mapping[State, int],
-    frozen: int,
-    numel: int,
-    early: bool,
-) -> UpdateCost:
-    """Returns the cost of one unit's update. `stored` contains the states that the store keeps."""
-    weight = nbytes[State.WEIGHT] - frozen if State.WEIGHT in stored else 0
-    beside = {state: nbytes for state, nbytes in stored.items() if state is not State.WEIGHT}
-    return UpdateCost(
-        numel,
-        weight,
-        sum(nbytes for state, nbytes in beside.items() if tiers[state] is Tier.DISK),
-        weight + sum(beside.values()),
-        nbytes[State.GRAD] if tiers[State.GRAD] is Tier.DISK else 0,
-        revocable=early,
-    )
 
 
 def buffer_budgets(parts: Partitions, placement: Placement) -> Budgets:
