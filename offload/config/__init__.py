@@ -36,3 +36,24 @@ from offload.config.load import (
     schedule_params,
 )
 from offload.config.schema import Config
+
+__all__ = [
+    "OPTIMIZER_DEFAULTS",
+    "SCHEDULES",
+    "TORCH_SCHEDULES",
+    "Aio",
+    "Batch",
+    "Block",
+    "Config",
+    "Fp16",
+    "OptimizerBlock",
+    "SchedulerBlock",
+    "ZeroOptimization",
+    "check_order",
+    "effective",
+    "examine",
+    "load_config",
+    "read_json",
+    "resolve_batch",
+    "schedule_params",
+]

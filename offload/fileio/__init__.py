@@ -24,3 +24,32 @@ from offload.fileio.inner_files import (
     real_path,
 )
 from offload.fileio.locked_dir import DirLock, LockHeldError, holder_of, lock_folder, this_process
+
+__all__ = [
+    "DirLock",
+    "LockHeldError",
+    "atomic_write",
+    "cache_file",
+    "cache_folder",
+    "check_ours",
+    "foreign_owner",
+    "holder_of",
+    "inner_folder",
+    "inner_name",
+    "inner_opener",
+    "inner_status",
+    "keep_mode_and_owner",
+    "lock_folder",
+    "naming_errors",
+    "open_inner",
+    "own_cache_folder",
+    "read_cache",
+    "read_inner",
+    "real_path",
+    "replace_durably",
+    "sync_folder",
+    "this_process",
+    "write_all",
+    "write_cache",
+    "write_new",
+]
