@@ -661,12 +661,3 @@ def test_a_file_that_is_no_log_is_refused(tmp_path: Path) -> None:
         (tmp_path / "notes").write_text(content)
         with pytest.raises(ConfigError, match="not the log of a run"):  # no line that a kill has cut off
             check_log(tmp_path / "notes")
-
-
-@pytest.fixture
-def text(tmp_path: Path) -> Path:
-    (tmp_path / "text.py").write_text(Path(__file__).read_text() * 20)
-    return tmp_path
-
-
-# tests/launch/test_launch.py kills a rank under torchrun, tests/ranks/test_ranks_lost.py names one.

@@ -5,9 +5,9 @@ from __future__ import annotations
 import shutil
 import tempfile
 from dataclasses import replace
-from functools import cache, partial
+from functools import partial
 from pathlib import Path
-from typing import Any, ClassVar, NamedTuple
+from typing import Any, NamedTuple
 
 import pytest
 import torch
@@ -222,24 +222,6 @@ def test_a_step_holds_the_planned_bytes(tmp_path: Path, words: int, in_chunks: b
     assert planned <= 1.02 * alive.peak + 2 * largest * in_chunks
 
 
-class _Waiting(torch.autograd.Function):
-    """Passes a weight on; its backward counts the gradients of the weight that are alive."""
-
-    made: ClassVar[list[StorageWeakRef]] = []
-    most: ClassVar[list[int]] = []
-
-    @staticmethod
-    def forward(ctx: Any, weight: torch.Tensor) -> torch.Tensor:
-        return weight.view_as(weight)
-
-    @staticmethod
-    def backward(ctx: Any, *grads: torch.Tensor) -> torch.Tensor:
-        (grad,) = grads
-        _Waiting.made.append(StorageWeakRef(grad.untyped_storage()))
-        _Waiting.most.append(sum(not each.expired() for each in _Waiting.made))
-        return grad
-
-
 @pytest.mark.sample(1)
 @pytest.mark.parametrize("in_chunks", [False, True])
 @pytest.mark.parametrize("name", ["gpt2-small", "llama-1b"])
@@ -258,18 +240,6 @@ def test_the_peak_of_a_plan_that_fits_is_within_the_ram(name: str, in_chunks: bo
         fitting.append(ram)
         assert planned.host_peak <= ram
     assert fitting and fitting[0] > 512 * MIB, "the sizes are on both sides of the least that fits"
-
-
-@cache
-def fits(ram: int, sequence: int) -> bool:
-    on = replace(described("RTX 4090", 0, [parse_drive("7GB/s,5GB/s,4TB")]), gpu_memory=0, ram=ram)
-    shape, load = from_name("llama-1b", sequence, torch.bfloat16), Load(1, chunked_loss=True)
-    try:
-        planned = recommend.choose(shape, on, load, recompute=False, paths=("/swap",))
-    except BudgetError:
-        return False
-    assert planned.host_peak <= ram, "the plan's own budgets keep it within the RAM"
-    return True
 
 
 DISK = ("nvme", "nvme")

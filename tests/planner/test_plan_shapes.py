@@ -109,11 +109,6 @@ def test_what_is_no_decoder_or_too_long_is_left_to_the_forward_or_refused() -> N
         from_preset("llama-1b", 4097, 2)
 
 
-@pytest.fixture(scope="module")
-def shape() -> Shape:
-    return from_count(13 * 10**9, 20, 2048)
-
-
 def test_counts_are_parsed() -> None:
     for message, count in (
         ("13B", 13e9),

@@ -189,10 +189,7 @@ def resume_the_killed(folder: Path) -> None:
 @pytest.mark.works("Several ranks", "resume of a pipeline whose processes were killed in a step", "right")
 def test_a_killed_pipeline_resumes_with_the_bits_of_an_unbroken_one(tmp_path: Path) -> None:
     with pool(2) as two:
-        with pytest.raises((EOFError, OSError)):
-            two.run(die_in_the_third_step, tmp_path)
-        for process in two.processes:
-            process.join(60)
+        two.run_to_the_death(die_in_the_third_step, tmp_path)
         two.run(resume_the_killed, tmp_path)
 
 
