@@ -57,22 +57,8 @@ def test_several_paths_and_a_sweep(tmp_path: Path) -> None:
     folders = [tmp_path / "a", tmp_path / "b"]
     for folder in folders:
         folder.mkdir()
-    answer = _json(
-        *(
-            "bench",
-            "io",
-            *map(str, folders),
-            *SMALL,
-            "--op",
-            "read",
-            "--no-fio",
-            "--depth",
-            "1",
-            "--block-size",
-            "4096",
-        ),
-        *("--backend", "threads"),
-    )
+    words = "--op read --no-fio --depth 1 --block-size 4096 --backend threads".split()
+    answer = _json("bench", "io", *map(str, folders), *SMALL, *words)
     shapes = [(row["block_bytes"], row["depth"]) for row in answer["rows"]]
     assert shapes == [(65536, 4), (65536, 1), (4096, 4), (4096, 1)]
     assert all(row["of_fio"] is None for row in answer["rows"]) and answer["paths"] == [str(f) for f in folders]

@@ -78,9 +78,10 @@ PLAIN = CASES["bf16, some frozen"]
 def states_in(run: Path, at: int | None = None) -> States:
     """Returns every state of every parameter in a commit of a run, or of a column, put together from all ranks."""
     found: States = {}
-    with IoQueue() as queue, contextlib.closing(StoreSource(run, queue, at=at)) as source:
+    looked = [look(folder) for folder in rank_folders(run)]  # without a lock, which an engine may have
+    with IoQueue() as queue, contextlib.closing(StoreSource(run, queue, looked, at)) as source:
         mode, size = MODES[source.description["mode"]], int(source.description["world_size"])
-        for unit, layout in enumerate(described_layouts(source.description, part="-tp" in run.name)):
+        for unit, layout in enumerate(described_layouts(source.description, part=True)):
             for segment in layout.segments:
                 dtypes = layout.mode_in(mode).states
                 for state in dtypes if segment.trainable else (State.WEIGHT,):

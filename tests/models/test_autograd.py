@@ -410,16 +410,19 @@ def test_views_that_take_all_the_room_are_refused(tmp_path: Path) -> None:
 
 
 @pytest.mark.works("Graphs", "backward after `step()` through a graph made before it", "refused")
-def test_a_graph_of_old_weights_is_refused(tmp_path: Path) -> None:
-    engine = start(LAYERS, DISK, tmp_path / "old", device_memory=room_for(LAYERS, 2))
+@pytest.mark.parametrize("placement", [DISK, MEMORY])
+def test_a_graph_of_old_weights_is_refused(placement: tuple[str, str], tmp_path: Path) -> None:
+    options = {"device_memory": room_for(LAYERS, 2)} if placement == DISK else {}
+    engine = start(LAYERS, placement, tmp_path / "old", **options)
     old = LAYERS.loss(engine, 9, 0)
     losses = [train_step(engine, LAYERS, 0)]
-    with pytest.raises(UsageError, match=r"made before step\(\)"):
+    with pytest.raises(UsageError, match=r"made before step\(\)") as refused:
         engine.backward(old)
+    assert placement == DISK or "modified by an inplace operation" in str(refused.value.__cause__)
     engine.zero_grad()
     losses += [train_step(engine, LAYERS, step) for step in range(1, LAYERS.steps)]
     engine.destroy(remove=True)
-    assert losses == run(LAYERS, DISK, tmp_path / "plain").losses
+    assert losses == run(LAYERS, placement, tmp_path / "plain").losses
 
 
 @pytest.mark.works("Graphs", "the same through a penalty on weights of before", "refused")
@@ -485,10 +488,11 @@ class ShowsItsHead(Layers):
 
 
 @pytest.mark.works("Graphs", "a weight among the model's outputs, kept across `step()`", "right")
-def test_an_output_that_is_a_weight(tmp_path: Path) -> None:
+@pytest.mark.parametrize("placement", [DISK, MEMORY])
+def test_an_output_that_is_a_weight(placement: tuple[str, str], tmp_path: Path) -> None:
     """It is a copy: what it was when the model ran."""
     job = LAYERS._replace(model=ShowsItsHead)
-    engine = start(job, DISK, tmp_path)
+    engine = start(job, placement, tmp_path)
     seen = []
     for step in range(3):
         logits, weight = engine(models.tokens(step, 0, (4, 16), 61))

@@ -159,7 +159,7 @@ def test_what_a_run_refuses_is_refused_by_the_plan() -> None:
         settle(layouts, planning.settings(durability="step"), Room(GIB, GIB, 20 * count))
 
 
-TOKENS, LAYERS = 256, 2
+TOKENS = 256
 
 
 class _Alive(TorchDispatchMode):
@@ -196,14 +196,8 @@ def test_a_step_holds_the_planned_bytes(tmp_path: Path, words: int, in_chunks: b
 
     Of few words the MLP of a block is the peak, of many the loss.
     """
-    config = transformers.LlamaConfig(
-        hidden_size=256,
-        intermediate_size=896,
-        num_hidden_layers=LAYERS,
-        num_attention_heads=4,
-        vocab_size=words,
-        use_cache=False,
-    )
+    sizes = models.WIDTHS | {"hidden_size": 256, "intermediate_size": 896, "vocab_size": words}
+    config = transformers.LlamaConfig(**sizes, use_cache=False)
     config.save_pretrained(tmp_path)
     model = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16).train()
     make_ready(model, recompute)

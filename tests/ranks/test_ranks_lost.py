@@ -44,12 +44,7 @@ class Run:
     """Two processes that train `JOB`, from the last step that both hold to the end or a kill."""
 
     def __init__(
-        self,
-        folder: Path,
-        dies: tuple[int, int] | None = None,
-        in_step: bool = False,
-        job: Job = JOB,
-        **options: Any,
+        self, folder: Path, dies: tuple[int, int] | None = None, in_step: bool = False, job: Job = JOB, **options: Any
     ) -> None:
         """A rank `dies` when it is about to commit a step, or `in_step`, between its forward and its backward."""
         self.log, port = folder / "log", free_port()
@@ -94,13 +89,7 @@ class Run:
 
 
 def _train(
-    rank: int,
-    port: int,
-    job: Job,
-    folder: Path,
-    dies: tuple[int, int] | None,
-    in_step: bool,
-    options: dict[str, Any],
+    rank: int, port: int, job: Job, folder: Path, dies: tuple[int, int] | None, in_step: bool, options: dict[str, Any]
 ) -> None:
     meet(rank, 2, port)
     logging.disable(logging.CRITICAL)

@@ -69,13 +69,7 @@ def t5() -> nn.Module:
 def swin() -> nn.Module:
     return transformers.SwinForImageClassification(
         transformers.SwinConfig(
-            image_size=32,
-            patch_size=2,
-            embed_dim=16,
-            depths=[1, 2],
-            num_heads=[2, 4],
-            window_size=4,
-            num_labels=4,
+            image_size=32, patch_size=2, embed_dim=16, depths=[1, 2], num_heads=[2, 4], window_size=4, num_labels=4
         )
     )
 

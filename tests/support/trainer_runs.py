@@ -68,8 +68,8 @@ def config(folder: Path, tier: str = DISK, **blocks: Any) -> dict[str, Any]:
     """Returns a config that leaves the rest to the arguments. Poison is always on."""
     return {
         "zero_optimization": {"stage": 3, "offload_param": {"device": tier}, "offload_optimizer": {"device": tier}},
+        "offload": {"nvme_path": str(folder / "swap"), "debug": {"poison": True}},
         **blocks,
-        "offload": {"nvme_path": str(folder / "swap"), "debug": {"poison": True}, **blocks.get("offload", {})},
     }
 
 

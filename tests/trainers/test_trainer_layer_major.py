@@ -21,6 +21,7 @@ from tests.support.trainer_runs import (
     Texts,
     assert_close,
     assert_same,
+    config,
     ended,
     offloaded,
     result,
@@ -36,7 +37,7 @@ BY_FOUR = {"gradient_accumulation_steps": 4, "per_device_train_batch_size": 1}
 
 def trainer(folder: Path, schedule: str, model: Any = models.shallow, blocks: Any = None, **changed: Any) -> Any:
     """Returns a Trainer with a schedule; the data are `FEW` rows."""
-    content = {**(blocks or {}), "offload": {"schedule": schedule}}
+    content = {**(blocks or {}), "offload": config(folder)["offload"] | {"schedule": schedule}}
     return any_trainer(folder, DISK, model, content, FEW, **{"num_train_epochs": 1} | BY_FOUR | changed)
 
 
