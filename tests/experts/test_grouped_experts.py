@@ -200,25 +200,6 @@ def test_only_groups_with_a_token_are_read(tmp_path: Path, monkeypatch: pytest.M
     engine.destroy(remove=True)
 
 
-def adapted() -> nn.Module:
-    adapters = peft.LoraConfig(r=4, target_modules=["q_proj", "v_proj"], init_lora_weights=False)
-    return peft.get_peft_model(grouped(partial(qwen, 16)), adapters)
-
-
-def test_beside_adapters_frozen_groups_without_a_token_are_not_read(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    job = FEW._replace(model=adapted)
-    assert_same(run(job, DISK, tmp_path / "disk", device_memory="200KB"), run(job, MEMORY, tmp_path / "memory"))
-    engine = start(job, DISK, tmp_path / "read", device_memory="200KB")
-    calls = moved(engine, monkeypatch)
-    with visits(engine.module) as seen:
-        train_step(engine, job, 0)
-    read = of_experts(calls["read"])
-    assert read < set(groups_in(engine)) and len(read) <= len(seen) and not of_experts(calls["write"])
-    engine.destroy(remove=True)
-
-
 # -- adapters of stacks ----------------------------------------------------------------------------------------
 
 

@@ -345,6 +345,10 @@ def test_several_ranks_read_and_write_the_same(ranks: RankPool, tmp_path: Path) 
     assert_same_tensors(end, safetensors.torch.load_file(tmp_path / "swap" / "half" / "model.safetensors"))
 
 
+def spoil_wrong_folder(folder: Path) -> None:
+    folder.rename(folder.with_name("elsewhere"))
+
+
 def spoil_truncated(folder: Path) -> None:
     file = folder / "model.safetensors"
     file.write_bytes(file.read_bytes()[:-100])
@@ -355,6 +359,14 @@ def spoil_head(folder: Path) -> None:
     file.write_bytes(b"\xff" * 8 + file.read_bytes()[8:])
 
 
+def spoil_pickle(folder: Path) -> None:
+    (folder / "model.safetensors").rename(folder / "model.ckpt")
+
+
+def spoil_bin(folder: Path) -> None:
+    (folder / "model.safetensors").rename(folder / "pytorch_model.bin")
+
+
 def spoil_empty(folder: Path) -> None:
     (folder / "model.safetensors").unlink()
 
@@ -362,6 +374,18 @@ def spoil_empty(folder: Path) -> None:
 def spoil_adapter(folder: Path) -> None:
     spoil_empty(folder)
     (folder / "adapter_config.json").write_text("{}")
+
+
+def spoil_config(folder: Path) -> None:
+    models.shallow().config.save_pretrained(folder)
+
+
+def spoil_no_config(folder: Path) -> None:
+    (folder / "config.json").unlink()
+
+
+def spoil_config_text(folder: Path) -> None:
+    (folder / "config.json").write_text("{")
 
 
 def spoil_index(folder: Path) -> None:
@@ -389,6 +413,10 @@ def rewrite(folder: Path, change: Callable[[dict[str, torch.Tensor]], Any]) -> N
     stored = safetensors.torch.load_file(folder / "model.safetensors")
     change(stored)
     safetensors.torch.save_file(stored, folder / "model.safetensors", {"format": "pt"})
+
+
+def spoil_shape(folder: Path) -> None:
+    rewrite(folder, lambda stored: stored.update({"model.norm.weight": torch.ones(63)}))
 
 
 def spoil_dtype(folder: Path) -> None:
@@ -423,35 +451,23 @@ def spoil_other_model(folder: Path) -> None:
 
 
 SPOILS = {
-    lambda folder: folder.rename(folder.with_name("elsewhere")): (
-        StoreError,
-        "there is no folder .*hf download OWNER/NAME",
-    ),
+    spoil_wrong_folder: (StoreError, "there is no folder .*hf download OWNER/NAME"),
     spoil_truncated: (StoreError, "not a complete safetensors file"),
     spoil_head: (StoreError, "not a complete safetensors file"),
-    lambda folder: (folder / "model.safetensors").rename(folder / "model.ckpt"): (StoreError, r"model\.ckpt, a pickle"),
-    lambda folder: (folder / "model.safetensors").rename(folder / "pytorch_model.bin"): (
-        StoreError,
-        "not a complete file of torch.save",
-    ),
+    spoil_pickle: (StoreError, r"model\.ckpt, a pickle"),
+    spoil_bin: (StoreError, "not a complete file of torch.save"),
     spoil_empty: (StoreError, "contains neither"),
     spoil_adapter: (StoreError, "an adapter of peft"),
-    lambda folder: models.shallow().config.save_pretrained(folder): (
-        ConfigError,
-        "describes a gpt2 model, but LlamaForCausalLM takes llama",
-    ),
-    lambda folder: (folder / "config.json").unlink(): (StoreError, r"contains no config\.json"),
-    lambda folder: (folder / "config.json").write_text("{"): (ConfigError, "not a model folder"),
+    spoil_config: (ConfigError, "describes a gpt2 model, but LlamaForCausalLM takes llama"),
+    spoil_no_config: (StoreError, r"contains no config\.json"),
+    spoil_config_text: (ConfigError, "not a model folder"),
     spoil_config_code: (ConfigError, "'evil/attention', which transformers would fetch from the hub, and run"),
     spoil_config_values: (ConfigError, "cannot be built from"),
     spoil_index: (StoreError, r"names model-00002-of-00002\.safetensors, which is missing"),
     spoil_index_tensor: (StoreError, "assigns ghost to"),
     spoil_index_outside: (StoreError, "not the name of a file beside it"),
     spoil_index_text: (StoreError, "not an index of safetensors files"),
-    lambda folder: rewrite(folder, lambda stored: stored.update({"model.norm.weight": torch.ones(63)})): (
-        ConfigError,
-        r"model\.norm\.weight: \[63\], not \[64\]",
-    ),
+    spoil_shape: (ConfigError, r"model\.norm\.weight: \[63\], not \[64\]"),
     spoil_dtype: (ConfigError, r"model\.norm\.weight is stored as torch\.int8"),
     spoil_float8: (ConfigError, "float8"),
     spoil_quantized: (ConfigError, "quantized"),
