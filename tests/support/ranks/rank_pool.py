@@ -25,7 +25,8 @@ import torch
 import torch.distributed as dist
 
 import offload
-from tests.support.oracle import Job, Result, config, processes, weights_of
+from tests.support.oracle import Job, Result, processes, weights_of
+from tests.support.oracle import start as start
 
 _ports = itertools.count()
 
@@ -176,12 +177,6 @@ def _count_ranks() -> int:
 def rank_and_size() -> tuple[int, int]:
     """Returns the rank of this process and the number of ranks."""
     return int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
-
-
-def start(job: Job, placement: tuple[str, str], folder: Path, **options: Any) -> offload.Engine:
-    """Starts an engine on this rank, for a job whose loss takes this rank's rows of every batch."""
-    torch.manual_seed(job.seed)
-    return offload.initialize(model=job.model(), config=config(job, placement, folder, **options))[0]
 
 
 def steps(

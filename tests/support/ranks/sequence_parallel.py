@@ -12,8 +12,9 @@ from torch import nn
 
 import offload
 from tests.support import models
-from tests.support.oracle import Job, Result, config
-from tests.support.ranks.rank_pool import rank_and_size, steps
+from tests.support.oracle import Job, Result
+from tests.support.ranks import rank_pool
+from tests.support.ranks.rank_pool import rank_and_size
 
 IGNORED = -100
 
@@ -85,15 +86,9 @@ JOBS = {
 
 def start(job: Job, size: int, placement: tuple[str, str], folder: Path, **options: Any) -> offload.Engine:
     """Starts an engine on this rank, `size` of which share each sequence."""
-    torch.manual_seed(job.seed)
-    content = {**config(job, placement, folder, **options), "sequence_parallel_size": size}
-    return offload.initialize(model=job.model(), config=content)[0]
+    return rank_pool.start(job._replace(sequence=size), placement, folder, **options)
 
 
 def train(job: Job, size: int, placement: tuple[str, str], folder: Path, **options: Any) -> Result:
     """Trains `job` to its end on this rank, and removes the run."""
-    engine = start(job, size, placement, folder, **options)
-    try:
-        return steps(engine, job, 0, job.steps)
-    finally:
-        engine.destroy(remove=True)
+    return rank_pool.train(job._replace(sequence=size), placement, folder, **options)
