@@ -197,35 +197,27 @@ def test_gradients_on_the_device_are_read_and_set(tmp_path: Path, monkeypatch: p
     assert all(torch.equal(one.cpu(), other) for one, other in zip(found["plain"][0], found["late"][0], strict=True))
 
 
-def test_a_gradient_that_cannot_leave_stops_the_engine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    device = LateDevice(0, 0.0)
-    use_device(monkeypatch, device)
+@pytest.mark.parametrize(("way", "error"), [("download", EngineFailed), ("upload", RuntimeError)])
+def test_a_copy_that_fails_stops_the_engine(
+    way: str, error: type[Exception], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As a fault of the GPU does: no later call waits for what will never be there. Gradients have a thread."""
+
+    def broken(*_: Any) -> Any:
+        raise RuntimeError("CUDA error")
+
+    use_device(monkeypatch, LateDevice(0, 0.0))
     engine = start(JOB, ("cpu", "cpu"), tmp_path)
-    train_step(engine, JOB, 0)
-    monkeypatch.setattr(LateDevice, "download", broken)
-    with pytest.raises(EngineFailed, match="CUDA error"):
-        train_step(engine, JOB, 1)
-    with pytest.raises(EngineFailed, match="CUDA error"):
-        engine.zero_grad()
+    if way == "download":
+        train_step(engine, JOB, 0)
+    monkeypatch.setattr(LateDevice, way, broken)
+    with pytest.raises(error, match="CUDA error"):
+        train_step(engine, JOB, engine.global_steps)
+    for call in (engine.zero_grad, lambda: train_step(engine, JOB, 0)):
+        with pytest.raises(EngineFailed, match="CUDA error"):
+            call()
     engine.destroy()
     assert not [thread for thread in threading.enumerate() if thread.name == "offload-gradients"]
-
-
-def broken(*_: Any) -> Any:
-    raise RuntimeError("CUDA error")
-
-
-def test_a_copy_that_fails_stops_the_engine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """As a fault of the GPU does: no later call waits for what will never be there."""
-    device = LateDevice(0, 0.0)
-    use_device(monkeypatch, device)
-    engine = start(JOB, ("cpu", "cpu"), tmp_path)
-    monkeypatch.setattr(LateDevice, "upload", broken)
-    with pytest.raises(RuntimeError, match="CUDA error"):
-        train_step(engine, JOB, 0)
-    with pytest.raises(EngineFailed, match="CUDA error"):
-        train_step(engine, JOB, 0)
-    engine.destroy()
 
 
 def test_weights_that_stay_are_not_written_before_the_compute_that_reads_them(

@@ -565,52 +565,48 @@ def test_a_function_that_asks_twice_is_refused(name: str, tmp_path: Path) -> Non
 # -- orders of forward and backward -------------------------------------------------------------------
 
 
-def _square(engine: Any, step: int, micro: int = 0) -> torch.Tensor:
-    return JOB.loss(engine, step, micro)
-
-
 def _newest_first(engine: offload.Engine, step: int) -> None:
-    first, second = _square(engine, step, 0), _square(engine, step, 1)
+    first, second = JOB.loss(engine, step, 0), JOB.loss(engine, step, 1)
     engine.backward(second)
     engine.backward(first)
 
 
 def _oldest_first(engine: offload.Engine, step: int) -> None:
-    first, second = _square(engine, step, 0), _square(engine, step, 1)
+    first, second = JOB.loss(engine, step, 0), JOB.loss(engine, step, 1)
     engine.backward(first)
     engine.backward(second)
 
 
 def _retained(engine: offload.Engine, step: int) -> None:
-    loss = _square(engine, step)
+    loss = JOB.loss(engine, step, 0)
     engine.backward(loss, retain_graph=True)
     engine.backward(loss, retain_graph=True)
     engine.backward(loss)
 
 
 def _dropped(engine: offload.Engine, step: int) -> None:
-    _square(engine, step, 1)
-    engine.backward(_square(engine, step))
+    JOB.loss(engine, step, 1)
+    engine.backward(JOB.loss(engine, step, 0))
 
 
 def _dropped_between(engine: offload.Engine, step: int) -> None:
-    loss = _square(engine, step)
-    _square(engine, step, 1)
+    loss = JOB.loss(engine, step, 0)
+    JOB.loss(engine, step, 1)
     engine.backward(loss)
 
 
 def _evaluated_between(engine: offload.Engine, step: int) -> None:
-    loss = _square(engine, step)
+    loss = JOB.loss(engine, step, 0)
     engine.eval()
     with torch.no_grad():
-        _square(engine, step, 1)
+        JOB.loss(engine, step, 1)
     engine.train()
     engine.backward(loss)
 
 
 def _part_of_a_graph(engine: offload.Engine, step: int) -> None:
     """The gradient of some parameters alone, then all of them."""
-    loss = _square(engine, step)
+    loss = JOB.loss(engine, step, 0)
     asked = list(engine.module.blocks[5].parameters())
     torch.autograd.grad(loss, asked, retain_graph=True)
     engine.backward(loss)
@@ -624,9 +620,9 @@ def _failed_between(engine: offload.Engine, step: int) -> None:
 
     hook = engine.module.blocks[4].up.register_forward_hook(fail)
     with pytest.raises(ValueError, match="of the test"):
-        _square(engine, step, 1)
+        JOB.loss(engine, step, 1)
     hook.remove()
-    engine.backward(_square(engine, step))
+    engine.backward(JOB.loss(engine, step, 0))
 
 
 ORDERS: dict[str, Callable[[offload.Engine, int], None]] = {
@@ -666,7 +662,7 @@ def test_forwards_and_backwards_in_any_order_keep_their_bits(order: str, tier: s
 @pytest.mark.parametrize("tier", TIERS)
 def test_a_graph_of_a_destroyed_engine_is_refused_and_keeps_no_memory(tier: str, tmp_path: Path) -> None:
     with running(JOB, tmp_path, activations=tier) as engine:
-        loss = _square(engine, 0)
+        loss = JOB.loss(engine, 0, 0)
         before = process_memory().needed_bytes
         engine.destroy(remove=True)
     assert process_memory().needed_bytes < before
@@ -777,7 +773,7 @@ def test_after_an_exception_in_a_recomputation_training_goes_on(tier: str, tmp_p
         losses = [train_step(engine, job, 0)]
         engine.module.blocks[3].fails = True
         with pytest.raises(ValueError, match="of the test"):
-            engine.backward(_square(engine, 1))
+            engine.backward(JOB.loss(engine, 1, 0))
         engine.module.blocks[3].fails = False
         engine.zero_grad()
         assert sum(used(engine).values()) == 0
@@ -808,7 +804,7 @@ def test_an_input_that_is_changed_afterwards_is_refused(tier: str, tmp_path: Pat
     with running(job, tmp_path, activations=tier) as engine:
         for step in range(2):
             with pytest.raises(RuntimeError, match=r"changed in place|modified by an inplace operation"):
-                engine.backward(_square(engine, step))
+                engine.backward(JOB.loss(engine, step, 0))
             engine.zero_grad()
 
 

@@ -320,11 +320,7 @@ WAITING: dict[str, tuple[Job, tuple[str, str], dict[str, Any]]] = {
 
 
 @pytest.mark.parametrize(
-    "where",
-    [
-        pytest.param("kept", marks=KEEPS_GRADIENTS),
-        *(where for where in WAITING if where != "kept"),
-    ],
+    "where", [pytest.param("kept", marks=KEEPS_GRADIENTS), *(where for where in WAITING if where != "kept")]
 )
 def test_a_flip_in_a_gradient_that_waits_for_its_update_stops_the_step(
     where: str, audited: list[int], monkeypatch: pytest.MonkeyPatch, tmp_path: Path

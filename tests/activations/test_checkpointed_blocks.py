@@ -59,18 +59,9 @@ LAYERS = 8
 
 def model() -> nn.Module:
     """Returns a language model whose embedding, which is its head too, is as large as three blocks and a half."""
-    config = transformers.LlamaConfig(
-        hidden_size=64,
-        intermediate_size=128,
-        num_hidden_layers=LAYERS,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        vocab_size=2200,
-        max_position_embeddings=64,
-        use_cache=False,
-        tie_word_embeddings=True,
-    )
-    made = transformers.LlamaForCausalLM(config)
+    sizes = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": LAYERS, "vocab_size": 2200}
+    sizes = models.DECODER | sizes | {"max_position_embeddings": 64}
+    made = transformers.LlamaForCausalLM(transformers.LlamaConfig(**sizes, use_cache=False, tie_word_embeddings=True))
     made.activation_checkpointing_enable()
     return made.train()
 

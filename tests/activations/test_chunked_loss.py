@@ -85,14 +85,7 @@ class Head(nn.Module):
     softcap=st.sampled_from([None, 5.0]),
 )
 def test_loss_and_gradients_are_those_of_cross_entropy(
-    tokens: int,
-    words: int,
-    chunk: int,
-    seed: int,
-    bias: bool,
-    smoothing: float,
-    z_loss: float,
-    softcap: float | None,
+    tokens: int, words: int, chunk: int, seed: int, bias: bool, smoothing: float, z_loss: float, softcap: float | None
 ) -> None:
     given_tensors = tensors_of(tokens, words, seed, bias)
     terms = {"label_smoothing": smoothing, "z_loss": z_loss, "softcap": softcap}

@@ -364,13 +364,6 @@ def test_the_number_of_chunks_follows_the_input(arguments: dict[str, Any], shape
 # -- memory -------------------------------------------------------------------------------------------
 
 
-def peak(run: Callable[[], Any]) -> int:
-    """Returns the bytes that operations have made and not yet freed, at most."""
-    with Peak() as counted:
-        run()
-    return counted.peak
-
-
 def begun(model: nn.Module, folder: Path, **options: Any) -> tuple[Any, ...]:
     return offload.initialize(model=model, config=config(JOBS["llama"], DISK, folder, **options))
 

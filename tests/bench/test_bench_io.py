@@ -18,6 +18,7 @@ from offload.bench.io import IoRow, make_plan, measure
 from offload.bench.io import plot as draw
 from offload.cli.main import app
 from offload.errors import ConfigError
+from tests.bench.test_bench_swap import SMALL as SWAP
 
 KEYS = {"backend", "op", "block_bytes", "depth", "bytes", "gb_per_s", "of_fio", "cpu_s_per_gb", "p50_us", "p99_us"}
 SMALL = ("--size", "1MiB", "--request", "256KiB", "--rounds", "1", "--block-size", "64KiB", "--depth", "4")
@@ -57,22 +58,8 @@ def test_several_paths_and_a_sweep(tmp_path: Path) -> None:
     folders = [tmp_path / "a", tmp_path / "b"]
     for folder in folders:
         folder.mkdir()
-    answer = _json(
-        *(
-            "bench",
-            "io",
-            *map(str, folders),
-            *SMALL,
-            "--op",
-            "read",
-            "--no-fio",
-            "--depth",
-            "1",
-            "--block-size",
-            "4096",
-        ),
-        *("--backend", "threads"),
-    )
+    words = "--op read --no-fio --depth 1 --block-size 4096 --backend threads".split()
+    answer = _json("bench", "io", *map(str, folders), *SMALL, *words)
     shapes = [(row["block_bytes"], row["depth"]) for row in answer["rows"]]
     assert shapes == [(65536, 4), (65536, 1), (4096, 4), (4096, 1)]
     assert all(row["of_fio"] is None for row in answer["rows"]) and answer["paths"] == [str(f) for f in folders]
@@ -129,7 +116,8 @@ def test_bad_input_is_named_before_a_file_is_made(tmp_path: Path) -> None:
     assert not list(tmp_path.iterdir())
 
 
-def test_a_full_disk_is_an_error_and_leaves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(("command", "words"), [("io", "File too large"), ("swap", "error: ")])
+def test_a_full_disk_is_an_error_and_leaves_nothing(command: str, words: str, tmp_path: Path) -> None:
     """Room that was there when it was looked at, and then was not."""
     import resource
 
@@ -137,10 +125,10 @@ def test_a_full_disk_is_an_error_and_leaves_nothing(tmp_path: Path, monkeypatch:
     before = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (512 << 10, before[1]))
     try:
-        done = CliRunner().invoke(app, ["bench", "io", str(tmp_path), *SMALL])
+        done = CliRunner().invoke(app, ["bench", command, str(tmp_path), *(SMALL if command == "io" else SWAP)])
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, before)
-    assert done.exit_code == 1 and "File too large" in done.stderr, done.output
+    assert done.exit_code == 1 and words in done.stderr, done.output
     assert not list(tmp_path.iterdir())
 
 

@@ -16,12 +16,7 @@ from bench import train_page
 from offload.bench import child_process
 from offload.bench.measure import DriveSpeeds
 from offload.bench.train import loops
-from offload.bench.train.figures import (
-    LOSS_BOUNDS,
-    as_json,
-    make_rows,
-    remarks,
-)
+from offload.bench.train.figures import LOSS_BOUNDS, as_json, make_rows, remarks
 from offload.bench.train.loops import Result, measure
 from offload.bench.train.plan import CONTENDERS, TrainPlan, make_plan, reason_to_skip
 from offload.cli.main import app

@@ -504,11 +504,7 @@ def begin_load(folder: Path, both: bool, frozen: bool, model: nn.Module | None =
     config = {
         "train_micro_batch_size_per_gpu": 1,
         "optimizer": {"type": "AdamW", "params": {"lr": 1e-2}},
-        "zero_optimization": {
-            "stage": 3,
-            "offload_param": {"device": "nvme"},
-            "offload_optimizer": {"device": "nvme"},
-        },
+        "zero_optimization": {"stage": 3, "offload_param": {"device": "nvme"}, "offload_optimizer": {"device": "nvme"}},
         "offload": {"nvme_path": str(folder), "device": "cpu", "resume": "auto", "units": ["Pair"]},
     }
     # A copy: the model of a destroyed engine has no weights.

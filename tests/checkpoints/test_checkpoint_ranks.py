@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import re
 import shutil
 from collections.abc import Callable, Iterator
@@ -192,34 +191,6 @@ def test_ranks_that_disagree_get_an_error(what: str, ranks: RankPool, tmp_path: 
             "different values of tag" if what == "tags" else "rank 0 saves a checkpoint or a model; rank 1"
         ) in message
     assert not (tmp_path / "saved").exists()
-
-
-def damaged_on_one(folder: Path) -> str:
-    """Each rank compares a share of the files: what one finds, both are told, and nothing has changed."""
-    job = JOBS["gpt2"]
-    engine = start(job, DISK, folder / "run")
-    train(engine, job, range(2))
-    weights, message = weights_of(engine), ""
-    try:
-        engine.load_checkpoint(folder / "saved")
-    except StoreError as error:
-        message = str(error)
-    assert_same_tensors(weights, weights_of(engine))
-    train(engine, job, range(2, 3))
-    engine.destroy(remove=True)
-    return message
-
-
-@pytest.mark.slow
-def test_damage_is_reported_on_all_ranks(ranks: RankPool, tmp_path: Path) -> None:
-    ranks.run(save_at_two, JOBS["gpt2"], tmp_path, DISK)
-    path = tmp_path / "saved" / "global_step2" / "states.rank1.safetensors"
-    data = bytearray(path.read_bytes())
-    data[-5000] ^= 1
-    path.write_bytes(data)
-    for message in ranks.run(damaged_on_one, tmp_path):
-        assert "states.rank1.safetensors is damaged" in message
-    assert json.loads((path.parent / "manifest.json").read_text())["epoch"] == 2
 
 
 GRID_DISK, MEMORY = ("nvme", "nvme"), ("none", "none")

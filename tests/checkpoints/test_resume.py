@@ -25,15 +25,7 @@ from tests.deepspeed.test_schedules import CYCLE, LR, MOMENTUM
 from tests.deepspeed.test_schedules import start as start_scheduled
 from tests.support import models
 from tests.support.modules.module_kinds import Layers
-from tests.support.oracle import (
-    Job,
-    assert_same_tensors,
-    config,
-    run,
-    start,
-    train_step,
-    weights_of,
-)
+from tests.support.oracle import Job, assert_same_tensors, config, run, start, train_step, weights_of
 from tests.support.processes import user_script, warm_process
 from tests.support.processes.user_script import (
     Counter,

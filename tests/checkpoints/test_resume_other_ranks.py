@@ -75,13 +75,13 @@ CASES = {
 PLAIN = CASES["bf16, some frozen"]
 
 
-def states_in(run: Path) -> States:
-    """Returns every state of every parameter in the last commit of a run, put together from all ranks."""
+def states_in(run: Path, at: int | None = None) -> States:
+    """Returns every state of every parameter in a commit of a run, or of a column, put together from all ranks."""
     found: States = {}
-    with IoQueue() as queue:
-        source = StoreSource(run, queue, [look(folder) for folder in rank_folders(run)])
+    looked = [look(folder) for folder in rank_folders(run)]  # without a lock, which an engine may have
+    with IoQueue() as queue, contextlib.closing(StoreSource(run, queue, looked, at)) as source:
         mode, size = MODES[source.description["mode"]], int(source.description["world_size"])
-        for unit, layout in enumerate(described_layouts(source.description)):
+        for unit, layout in enumerate(described_layouts(source.description, part=True)):
             for segment in layout.segments:
                 dtypes = layout.mode_in(mode).states
                 for state in dtypes if segment.trainable else (State.WEIGHT,):
@@ -95,7 +95,6 @@ def states_in(run: Path) -> States:
                         found[f"{segment.name} {state.value}"] = torch.frombuffer(
                             bytearray(b"".join(parts)), dtype=torch.uint8
                         )
-        source.close()
     return found
 
 
@@ -386,26 +385,7 @@ COLUMNS = ("default-tp0of2", "default-tp1of2")
 
 
 def start_ranks(folder: Path, **options: Any) -> offload.Engine:
-    return tp.start(JOB, "weights", 2, ("nvme", "nvme"), folder, **options)
-
-
-def states_in_ranks(run: Path, at: int | None = None) -> States:
-    """Returns every state of every parameter in a commit of a column, put together from all ranks."""
-    found: States = {}
-    with IoQueue() as queue, contextlib.closing(StoreSource(run, queue, at=at)) as source:
-        mode, size = MODES[source.description["mode"]], int(source.description["world_size"])
-        for unit, layout in enumerate(described_layouts(source.description, part=True)):
-            for segment in layout.segments:
-                for state, dtype in mode.states.items():
-                    parts = []
-                    for shard in segment_shards(layout, size, segment):
-                        buffer = aligned_empty(shard.numel * dtype.itemsize)
-                        source.read(shard.rank, unit, state, shard.start * dtype.itemsize, buffer).wait()
-                        parts.append(bytes(buffer))
-                    found[f"{segment.name} {state.value}"] = torch.frombuffer(
-                        bytearray(b"".join(parts)), dtype=torch.uint8
-                    )
-    return found
+    return tp.start(JOB, "weights", 2, DISK, folder, **options)
 
 
 def killed_beside_an_edit(folder: Path) -> None:
@@ -443,10 +423,7 @@ def edited(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Swap files of a grid of two, of which one was killed before its last commit, and one behind an edit."""
     folder = tmp_path_factory.mktemp("edited")
     with pool(2) as two:
-        with pytest.raises((AssertionError, EOFError, OSError)):
-            two.run(killed_beside_an_edit, folder)
-        for process in two.processes:
-            process.join(60)
+        two.run_to_the_death(killed_beside_an_edit, folder)
     assert (folder / COLUMNS[1] / "rank0" / "undo").exists()
     newest = [look(folder / column / "rank0").whole[0].record.step for column in COLUMNS]
     assert newest == [1, 2], "one process is ahead"
@@ -460,7 +437,7 @@ def alike(edited: Path, tmp_path_factory: pytest.TempPathFactory) -> list[States
     shutil.copytree(edited, folder)
     with shared_pool(2) as two:
         assert told(two.run(resumed_ranks, folder, 1)) == [False, False]
-    return [states_in_ranks(folder / column) for column in COLUMNS]
+    return [states_in(folder / column) for column in COLUMNS]
 
 
 @pytest.mark.slow
@@ -472,20 +449,20 @@ def test_other_ranks_go_on_from_the_last_step_of_all(edited: Path, alike: list[S
     shutil.copytree(edited, tmp_path / "other")
     shutil.copytree(edited / COLUMNS[1], tmp_path / "read")
     expected = alike[1]
-    assert_same_tensors(expected, states_in_ranks(tmp_path / "read", at=2))
+    assert_same_tensors(expected, states_in(tmp_path / "read", at=2))
     (tmp_path / "read" / "rank0" / "undo").unlink()
     with pytest.raises(AssertionError):
-        assert_same_tensors(expected, states_in_ranks(tmp_path / "read", at=2))
+        assert_same_tensors(expected, states_in(tmp_path / "read", at=2))
     with shared_pool(4) as four:
         assert told(four.run(resumed_ranks, tmp_path / "other", 1)) == [True] * 4
     for column, before in zip(COLUMNS, alike, strict=True):
         assert len(before) > 20
-        assert_same_tensors(before, states_in_ranks(tmp_path / "other" / column))
+        assert_same_tensors(before, states_in(tmp_path / "other" / column))
         assert [each.name for each in rank_folders(tmp_path / "other" / column)] == ["rank0", "rank1"]
     with shared_pool(2) as two:
         assert told(two.run(resumed_ranks, tmp_path / "other", 1)) == [True, True]
     for column, before in zip(COLUMNS, alike, strict=True):
-        assert_same_tensors(before, states_in_ranks(tmp_path / "other" / column))
+        assert_same_tensors(before, states_in(tmp_path / "other" / column))
 
 
 def killed_between(folder: Path) -> None:
@@ -505,38 +482,30 @@ def test_a_kill_between_two_columns_leaves_a_run_for_either_number(
 ) -> None:
     shutil.copytree(edited, tmp_path / "other")
     with pool(4) as four:
-        with pytest.raises((AssertionError, EOFError, OSError)):
-            four.run(killed_between, tmp_path / "other")
-        for process in four.processes:
-            process.join(60)
+        four.run_to_the_death(killed_between, tmp_path / "other")
     assert [len(rank_folders(tmp_path / "other" / column)) for column in COLUMNS] == [2, 1]
     with shared_pool(ranks) as others:
         assert told(others.run(resumed_ranks, tmp_path / "other", 1)).count(True) == ranks // 2
     for column, before in zip(COLUMNS, alike, strict=True):
-        assert_same_tensors(before, states_in_ranks(tmp_path / "other" / column))
+        assert_same_tensors(before, states_in(tmp_path / "other" / column))
 
 
-RUNS_DISK = ("nvme", "nvme")
 RUNS_JOB = JOBS["gpt2"]
-GRID = Job(tp.Net, tp.one_loss, lr=3e-4)
 REFUSED = r"{} has the swap files of another run than \S+/{}: run id (\w+), expected (?!\1)\w+\. Folders of two runs"
-
-Weights = dict[str, torch.Tensor]
-
 
 # -- what ranks do ---------------------------------------------------------------------------------------
 
 
-def begun_runs(folder: Path, first: int) -> Weights:
+def begun_runs(folder: Path, first: int) -> States:
     """Two steps, by data that begin at `first`."""
-    engine = start_runs(RUNS_JOB, RUNS_DISK, folder)
+    engine = start_runs(RUNS_JOB, DISK, folder)
     train(engine, RUNS_JOB, range(first, first + 2))
     weights = weights_of(engine)
     engine.destroy(remove=False)
     return weights
 
 
-def begun_without_id(folder: Path, ranks: tuple[int, ...]) -> Weights:
+def begun_without_id(folder: Path, ranks: tuple[int, ...]) -> States:
     """The same, where `ranks` store no id, as older versions of the package do."""
     create = Store.create
 
@@ -547,10 +516,10 @@ def begun_without_id(folder: Path, ranks: tuple[int, ...]) -> Weights:
         return begun_runs(folder, 0)
 
 
-def resumed_runs(folder: Path, resume: str = "must") -> str | Weights:
+def resumed_runs(folder: Path, resume: str = "must") -> str | States:
     """Starts, and returns the weights, or the words of the error."""
     try:
-        engine = start_runs(RUNS_JOB, RUNS_DISK, folder, resume=resume)
+        engine = start_runs(RUNS_JOB, DISK, folder, resume=resume)
     except StoreError as error:
         return str(error)
     weights = weights_of(engine)
@@ -560,15 +529,15 @@ def resumed_runs(folder: Path, resume: str = "must") -> str | Weights:
 
 def grid_begun(folder: Path, first: int) -> None:
     """Two steps of two processes that divide each weight."""
-    engine = tp.start(GRID, "weights", 2, RUNS_DISK, folder)
+    engine = start_ranks(folder)
     for step in range(first, first + 2):
-        train_step(engine, GRID, step)
+        train_step(engine, JOB, step)
     engine.destroy(remove=False)
 
 
 def grid_resumed(folder: Path) -> str:
     try:
-        tp.start(GRID, "weights", 2, RUNS_DISK, folder, resume="must").destroy(remove=False)
+        start_ranks(folder, resume="must").destroy(remove=False)
     except StoreError as error:
         return str(error)
     return ""

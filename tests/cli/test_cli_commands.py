@@ -417,8 +417,7 @@ def test_a_typed_option_wins_with_one_line(typed: dict[str, Any], line: str) -> 
 
 
 @pytest.mark.parametrize(
-    "typed",
-    [{"lr": 1e-3}, {"dtype": "fp32"}, {"offload_param": "cpu"}, {"nvme_path": ("/fast",)}, {"seed": 7}],
+    "typed", [{"lr": 1e-3}, {"dtype": "fp32"}, {"offload_param": "cpu"}, {"nvme_path": ("/fast",)}, {"seed": 7}]
 )
 def test_the_same_value_needs_no_line(typed: dict[str, Any]) -> None:
     content, lines = merge(FILE, Options(**typed))

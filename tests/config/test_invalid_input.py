@@ -170,18 +170,6 @@ def test_backwards_that_may_be_one_micro_batch_or_two(tmp_path: Path) -> None:
     assert_same_tensors(weights, expected.weights)
 
 
-class TiedByMemory(models.Mixture):
-    def __init__(self) -> None:
-        super().__init__()
-        self.head.weight = nn.Parameter(torch.zeros(61, 33))
-        self.head.weight.data = self.embedding.weight.data
-
-
-def test_parameters_that_share_memory_are_named(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match=r"embedding\.weight and head\.weight share memory"):
-        start(models.MIXTURE._replace(model=TiedByMemory), DISK, tmp_path)
-
-
 def test_groups_cannot_be_added_later(tmp_path: Path) -> None:
     engine = start(models.SHALLOW, DISK, tmp_path)
     with pytest.raises(UsageError, match=r"after offload\.initialize"):
@@ -208,16 +196,6 @@ def test_calls_that_cannot_be_right(tmp_path: Path) -> None:
     engine.destroy()
     with pytest.raises(UsageError, match="destroyed"):
         models.SHALLOW.loss(engine, 1, 0)
-
-
-def test_a_graph_from_before_the_step_is_refused(tmp_path: Path) -> None:
-    engine = start(models.SHALLOW, DISK, tmp_path)
-    old = models.SHALLOW.loss(engine, 0, 0)
-    train_step(engine, models.SHALLOW, 0)
-    with pytest.raises(UsageError, match="made before step"):
-        engine.backward(old)
-    train_step(engine, models.SHALLOW, 1)
-    engine.destroy(remove=True)
 
 
 @pytest.mark.cpu_only("kernels of other devices take statistics in fp32")

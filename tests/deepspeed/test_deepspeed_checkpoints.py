@@ -239,33 +239,9 @@ def spoil_byte(folder: Path) -> None:
     file.write_bytes(data)
 
 
-def spoil_rank(folder: Path) -> None:
-    next(folder.glob("zero_pp_rank_1_*_optim_states.pt")).unlink()
-
-
-def spoil_model_rank(folder: Path) -> None:
-    next(folder.glob("zero_pp_rank_1_*_model_states.pt")).unlink()
-
-
 def spoil_tensors(folder: Path) -> None:
     file = next(folder.glob("zero_pp_rank_0_*_model_states.pt"))
     shutil.copy(file, folder / file.name.replace("mp_rank_00", "mp_rank_01"))
-
-
-def spoil_pipeline(folder: Path) -> None:
-    (folder / "layer_00-model_00-model_states.pt").write_bytes(b"")
-
-
-def spoil_nvme(folder: Path) -> None:
-    (folder / OFFLOADED).mkdir()
-
-
-def spoil_content(folder: Path) -> None:
-    torch.save([1, 2], next(folder.glob("zero_pp_rank_0_*_model_states.pt")))
-
-
-def spoil_entry(folder: Path) -> None:
-    torch.save({"param_groups": []}, folder / "zero_pp_rank_0_mp_rank_00_optim_states.pt")
 
 
 def spoil_save(folder: Path) -> None:
@@ -274,10 +250,6 @@ def spoil_save(folder: Path) -> None:
     content = torch.load(file, weights_only=False)
     content["param_shapes"][0]["transformer.wte.weight"] = torch.Size((100 * VOCABULARY, 9))
     torch.save(content, file)
-
-
-def spoil_latest(folder: Path) -> None:
-    (folder.parent / "latest").write_text("../elsewhere")
 
 
 @pytest.fixture(scope="module")
@@ -293,18 +265,33 @@ def engine(tmp_path_factory: pytest.TempPathFactory) -> Any:
     [
         (spoil_length, "is not a complete file of torch.save"),
         (spoil_byte, "does not match its checksum"),
-        (spoil_rank, "lacks the files of optimizer states of rank 1 of 2"),
-        (spoil_model_rank, "lacks the files of model states of rank 1 of 2"),
-        (spoil_tensors, "was saved with tensor parallelism"),
-        (spoil_pipeline, "was saved with pipeline parallelism"),
-        (spoil_nvme, "was saved with the optimizer on NVMe"),
         (
-            spoil_content,
+            lambda folder: next(folder.glob("zero_pp_rank_1_*_optim_states.pt")).unlink(),
+            "lacks the files of optimizer states of rank 1 of 2",
+        ),
+        (
+            lambda folder: next(folder.glob("zero_pp_rank_1_*_model_states.pt")).unlink(),
+            "lacks the files of model states of rank 1 of 2",
+        ),
+        (spoil_tensors, "was saved with tensor parallelism"),
+        (
+            lambda folder: (folder / "layer_00-model_00-model_states.pt").write_bytes(b""),
+            "was saved with pipeline parallelism",
+        ),
+        (lambda folder: (folder / OFFLOADED).mkdir(), "was saved with the optimizer on NVMe"),
+        (
+            lambda folder: torch.save([1, 2], next(folder.glob("zero_pp_rank_0_*_model_states.pt"))),
             "does not have the contents of a checkpoint of DeepSpeed: .*an entry is of another type; fetch",
         ),
-        (spoil_entry, "and the entry 'optimizer_state_dict' is missing; fetch all of its files"),
+        (
+            lambda folder: torch.save({"param_groups": []}, folder / "zero_pp_rank_0_mp_rank_00_optim_states.pt"),
+            "and the entry 'optimizer_state_dict' is missing; fetch all of its files",
+        ),
         (spoil_save, "do not belong together"),
-        (spoil_latest, f"must contain the tag .* in the folder: {TAG}"),
+        (
+            lambda folder: (folder.parent / "latest").write_text("../elsewhere"),
+            f"must contain the tag .* in the folder: {TAG}",
+        ),
     ],
 )
 def test_what_is_damaged_or_not_supported_changes_nothing(

@@ -216,24 +216,14 @@ def test_a_loss_may_be_a_module_and_is_no_part_of_the_model(ranks: RankPool, tmp
 
 
 @pytest.mark.slow
+@pytest.mark.works("Several ranks", "`PipelineModule` with tied layers beside ZeRO, on two by two ranks", "right")
 @pytest.mark.works("Several ranks", "layers that are tied between two stages (`TiedLayerSpec`)", "right")
 @pytest.mark.numeric
-def test_tied_layers_in_two_stages_stay_equal_and_train_as_one(
-    ranks: RankPool, alone: Callable[[Job], Result], tmp_path: Path
-) -> None:
+@pytest.mark.parametrize("size", [2, 4])
+def test_tied_layers_stay_equal_and_train_as_one(size: int, alone: Callable[[Job], Result], tmp_path: Path) -> None:
     job = JOB._replace(model=tied, clip=0.05)
-    found = together(ranks.run(train, job, tmp_path / "two", 2))
-    expected = alone(job)
-    rounding_bounds.same_training(found, expected, job, reordered=True)
-
-
-@pytest.mark.works("Several ranks", "`PipelineModule` with tied layers beside ZeRO, on two by two ranks", "right")
-@pytest.mark.numeric
-@pytest.mark.slow
-def test_tied_layers_beside_zero_train_as_one(alone: Callable[[Job], Result], tmp_path: Path) -> None:
-    job = JOB._replace(model=tied, clip=0.05)
-    with shared_pool(4) as four:
-        found = together(four.run(train, job, tmp_path / "four", 2))
+    with shared_pool(size) as ranks:
+        found = together(ranks.run(train, job, tmp_path / "ranks", 2))
     rounding_bounds.same_training(found, alone(job), job, reordered=True)
 
 

@@ -342,18 +342,6 @@ def test_killed_after_an_edit(placement: tuple[str, str], steps: int, tmp_path: 
 # safe_get_* and safe_set_* with wrong arguments, or while the model runs, are an error that harms nothing.
 
 
-def _of_no_engine(module: nn.Module) -> None:
-    offload.safe_get_full_fp32_param(nn.Parameter(torch.ones(3)))
-
-
-def _no_parameter(module: nn.Module) -> None:
-    offload.safe_get_full_grad(module.embedding.weight.data)
-
-
-def _other_shape(module: nn.Module) -> None:
-    offload.safe_set_full_fp32_param(module.embedding.weight, torch.ones(61 * 33))
-
-
 def _other_dtype(module: nn.Module) -> None:
     offload.safe_set_full_optimizer_state(module.embedding.weight, torch.ones(61, 33, dtype=torch.float64), "exp_avg")
 
@@ -362,29 +350,9 @@ def _no_tensor(module: nn.Module) -> None:
     offload.safe_set_full_grad(module.scale, 1.0)  # type: ignore[arg-type]
 
 
-def _unknown_state(module: nn.Module) -> None:
-    offload.safe_get_full_optimizer_state(module.embedding.weight, "momentum")
-
-
 def _frozen_state(module: nn.Module) -> None:
     weight = module.blocks[2][0].weight
     offload.safe_set_full_optimizer_state(weight, torch.zeros(weight.shape), "exp_avg")
-
-
-def _frozen_gradient(module: nn.Module) -> None:
-    offload.safe_set_full_grad(module.blocks[2][0].weight, torch.zeros(70, 33))
-
-
-def _part_of_another_length(module: nn.Module) -> None:
-    offload.safe_set_local_optimizer_state(module.embedding.weight, torch.ones(61, 33), "exp_avg")
-
-
-def _frozen_part(module: nn.Module) -> None:
-    offload.safe_set_local_grad(module.blocks[2][0].weight, torch.zeros(70 * 33))
-
-
-def _frozen_weight(module: nn.Module) -> None:
-    offload.safe_set_full_fp32_param(module.blocks[2][0].weight, torch.zeros(70, 33))
 
 
 def _gathered(module: nn.Module) -> None:
@@ -424,18 +392,42 @@ def _in_backward(module: nn.Module) -> None:
         module.zero_grad()
 
 
-REFUSED: dict[str, tuple[Callable[[Any], None], str]] = {
-    "of a parameter that no engine has": (_of_no_engine, "take the parameter from engine.module"),
-    "of what is no parameter": (_no_parameter, "expects a parameter"),
-    "of another shape": (_other_shape, r"shape \[61, 33\] in fp32, got shape \[2013\]"),
+REFUSED: dict[str, tuple[Callable[[Any], Any], str]] = {
+    "of a parameter that no engine has": (
+        lambda module: offload.safe_get_full_fp32_param(nn.Parameter(torch.ones(3))),
+        "take the parameter from engine.module",
+    ),
+    "of what is no parameter": (
+        lambda module: offload.safe_get_full_grad(module.embedding.weight.data),
+        "expects a parameter",
+    ),
+    "of another shape": (
+        lambda module: offload.safe_set_full_fp32_param(module.embedding.weight, torch.ones(61 * 33)),
+        r"shape \[61, 33\] in fp32, got shape \[2013\]",
+    ),
     "in float64": (_other_dtype, "convert it first"),
     "of a number": (_no_tensor, "must be a tensor of shape .* got float"),
-    "of a state that the optimizer has not": (_unknown_state, '"exp_avg", "exp_avg_sq"'),
+    "of a state that the optimizer has not": (
+        lambda module: offload.safe_get_full_optimizer_state(module.embedding.weight, "momentum"),
+        '"exp_avg", "exp_avg_sq"',
+    ),
     "of a frozen parameter's states": (_frozen_state, "is frozen"),
-    "of a frozen parameter's gradient": (_frozen_gradient, "is frozen"),
-    "of a part that is not flat": (_part_of_another_length, r"this rank's shard of .* \[2013\] in fp32, got shape"),
-    "of a frozen parameter's part": (_frozen_part, "is frozen"),
-    "of a frozen weight": (_frozen_weight, "is frozen"),
+    "of a frozen parameter's gradient": (
+        lambda module: offload.safe_set_full_grad(module.blocks[2][0].weight, torch.zeros(70, 33)),
+        "is frozen",
+    ),
+    "of a part that is not flat": (
+        lambda module: offload.safe_set_local_optimizer_state(module.embedding.weight, torch.ones(61, 33), "exp_avg"),
+        r"this rank's shard of .* \[2013\] in fp32, got shape",
+    ),
+    "of a frozen parameter's part": (
+        lambda module: offload.safe_set_local_grad(module.blocks[2][0].weight, torch.zeros(70 * 33)),
+        "is frozen",
+    ),
+    "of a frozen weight": (
+        lambda module: offload.safe_set_full_fp32_param(module.blocks[2][0].weight, torch.zeros(70, 33)),
+        "is frozen",
+    ),
     "inside of `gathered`": (_gathered, "is gathered"),
     "inside of a forward": (_in_forward, "not inside of a forward"),
     "inside of a forward, of a parameter of elsewhere": (_in_forward_of_another, "not inside of a forward"),

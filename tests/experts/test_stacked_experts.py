@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -14,10 +15,9 @@ from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS, grouped_mm_expe
 
 import offload
 from offload import testing
-from offload.config import load_config
 from offload.errors import StoreError, UsageError
 from offload.layout.experts import cut_stacks
-from offload.layout.memory_plan import Division, division_of
+from offload.layout.memory_plan import Division
 from offload.layout.modes import ADAM
 from offload.planner.activations import Load
 from offload.planner.hardware import described, parse_drive
@@ -28,14 +28,12 @@ from offload.planner.recommend import Planned, plan
 from offload.states import State
 from tests.support import models, rounding_bounds
 from tests.support.modules import mixtures
-from tests.support.modules.mixtures import FAMILIES, few_tokens, mixtral, qwen, stacks_of, visits
+from tests.support.modules.mixtures import FAMILIES, few_tokens, grouped, mixtral, qwen, stacks_of, visits
 from tests.support.oracle import (
     Job,
     Result,
-    accumulated_step,
     assert_same,
     assert_same_tensors,
-    config,
     run,
     same_bits,
     start,
@@ -45,12 +43,14 @@ from tests.support.oracle import (
 from tests.support.ranks.rank_jobs import my_rows
 from tests.support.ranks.rank_pool import RankPool, train
 from tests.support.ranks.rank_pool import start as start_ranks
-from tests.support.trainer_runs import Texts, assert_close, offloaded, seeded, stock
+from tests.support.trainer_runs import Texts, seeded
 from tests.support.trainer_runs import config as config_parameters
 
 DISK, CPU, MEMORY = ("nvme", "nvme"), ("cpu", "cpu"), ("none", "none")
 SIXTEEN = Job(partial(qwen, 16), few_tokens, steps=3)
-"""Four tokens visit at most eight of sixteen experts in a layer."""
+"""Four tokens visit at most eight of sixteen experts in a layer, and so not all of eight groups."""
+FEW = SIXTEEN._replace(model=partial(grouped, SIXTEEN.model))
+BOTH = pytest.mark.parametrize("job", [SIXTEEN, FEW], ids=["each", "groups"])
 
 
 def device_nbytes(engine: offload.Engine, title: str) -> int:
@@ -101,15 +101,6 @@ def test_the_numbers_are_those_of_whole_stacks_in_memory(family: str, dtype: str
     assert_same_tensors(each.weights, whole.weights)
 
 
-@pytest.mark.sample(1)
-@pytest.mark.parametrize("rule", ["Adam", "Lion", "SGD", "Adagrad"])
-def test_an_expert_without_a_token_is_updated_as_torch_updates_it(rule: str, tmp_path: Path) -> None:
-    """Its gradient is zero there: moments fade, and weights move by momentum and decay."""
-    job = SIXTEEN._replace(clip=0.0, optimizer=rule, lr=1e-2)
-    whole = run(job, MEMORY, tmp_path / "whole", experts="whole")
-    assert_same_tensors(run(job, DISK, tmp_path / "each").weights, whole.weights)
-
-
 def test_a_stack_larger_than_the_device_trains(tmp_path: Path) -> None:
     job = SIXTEEN._replace(dtype="fp32")
     whole = run(job, MEMORY, tmp_path / "memory")
@@ -141,15 +132,6 @@ def test_a_forward_with_another_implementation_uses_all_experts(tmp_path: Path) 
     each = run(job, DISK, tmp_path / "each")
     assert each.losses == whole.losses
     assert_same_tensors(each.weights, whole.weights)
-
-
-@pytest.mark.slow
-@pytest.mark.sample(1)
-@pytest.mark.parametrize("options", [{}, {"activations": "cpu"}, {"activations": "nvme", "schedule": "layer_major"}])
-def test_blocks_that_are_computed_again_visit_the_same_experts(options: dict[str, Any], tmp_path: Path) -> None:
-    job = SIXTEEN._replace(accumulation=2)
-    plain = run(job, MEMORY, tmp_path / "plain", accumulated_step)
-    assert_same(run(job, DISK, tmp_path / "again", accumulated_step, **options), plain)
 
 
 @pytest.mark.sample(1)
@@ -200,26 +182,6 @@ def test_what_nobody_visits_keeps_its_bits_if_asked(tmp_path: Path) -> None:
     engine.destroy(remove=True)
 
 
-@pytest.mark.slow
-@pytest.mark.sample(1)
-@pytest.mark.parametrize("family", FAMILIES)
-def test_a_plan_divides_as_the_run_does(family: str, tmp_path: Path) -> None:
-    """Also for a model whose own implementation goes by the router's choice, which a plan does not know."""
-    for options, experts in (({}, True), ({"experts": "whole"}, False)):
-        job = Job(FAMILIES[family], models.language_loss, steps=1)
-        content = config(job, DISK, tmp_path, **options)
-        shape = from_training(FAMILIES[family](), 16, torch.float32, division_of(load_config(content)), {})
-        engine = start(job, DISK, tmp_path, **options)
-        assert shape.layouts == testing.inspect(engine).layouts
-        train_step(engine, job, 0)
-        used = [unit for unit in testing.inspect(engine).pager.end_step()]
-        engine.destroy(remove=True)
-        planned = [use.unit for use in drawn(shape, 10_000, 0).uses]
-        assert len(planned) == len(set(planned)), "each unit is used once in a forward"
-        assert set(used) <= set(planned)
-        assert any(shape.layouts[unit].name.endswith("]") for unit in planned) == experts
-
-
 def test_a_plan_counts_the_experts_that_so_many_tokens_visit() -> None:
     """By expectation, with a router that prefers none; states of the others do not move if a step skips them."""
     shape = from_training(qwen(16), 4, torch.bfloat16, Division(), {})
@@ -247,14 +209,19 @@ def test_a_plan_counts_the_experts_that_so_many_tokens_visit() -> None:
 
 
 @pytest.mark.works("Training", "LoRA beside stacked experts that are frozen: only visited ones are read", "right")
-def test_adapters_train_beside_frozen_experts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    job = SIXTEEN._replace(model=adapted)
-    assert_same(run(job, DISK, tmp_path / "disk", device_memory="150KB"), run(job, MEMORY, tmp_path / "memory"))
-    engine = start(job, DISK, tmp_path / "read", device_memory="150KB")
+@pytest.mark.parametrize(("make", "room"), [(adapted, "150KB"), (partial(grouped, adapted), "200KB")])
+def test_adapters_train_beside_frozen_experts(
+    make: Callable[[], nn.Module], room: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    job = SIXTEEN._replace(model=make)
+    assert_same(run(job, DISK, tmp_path / "disk", device_memory=room), run(job, MEMORY, tmp_path / "memory"))
+    engine = start(job, DISK, tmp_path / "read", device_memory=room)
     calls = moved(engine, monkeypatch)
     with visits(engine.module) as seen:
         train_step(engine, job, 0)
-    assert of_experts(calls["read"]) == seen and not of_experts(calls["write"])
+    read, every = of_experts(calls["read"]), [layout.name for layout in testing.inspect(engine).layouts]
+    assert not of_experts(calls["write"]) and len(read) <= len(seen)
+    assert read < {name for name in every if name.endswith("]")} and (make is not adapted or read == seen)
     engine.destroy(remove=True)
 
 
@@ -269,19 +236,9 @@ def large() -> nn.Module:
     return peft.get_peft_model(transformers.MixtralForCausalLM(config), adapters)
 
 
-@pytest.mark.slow
-@pytest.mark.sample(1)
-@pytest.mark.parametrize("form", ["int8", "nf4"])
-def test_frozen_experts_in_blocks_are_those_of_whole_stacks(form: str, tmp_path: Path) -> None:
-    job = Job(large, few_tokens, steps=2, clip=0.0)
-    whole = run(job, MEMORY, tmp_path / "whole", experts="whole", frozen=form)
-    each = same_bits(job, tmp_path, (MEMORY, DISK), frozen=form)
-    assert each.losses == whole.losses
-    assert_same_tensors(each.weights, whole.weights)
-
-
-def test_values_are_read_and_set_as_those_of_any_parameter(tmp_path: Path) -> None:
-    engine = start(SIXTEEN, DISK, tmp_path)
+@BOTH
+def test_values_are_read_and_set_as_those_of_any_parameter(job: Job, tmp_path: Path) -> None:
+    engine = start(job, DISK, tmp_path)
     stack = engine.module.get_parameter("model.layers.0.mlp.experts.down_proj")
     engine.backward(few_tokens(engine, 0, 0))
     gradient = offload.safe_get_full_grad(stack)
@@ -309,15 +266,16 @@ def test_values_are_read_and_set_as_those_of_any_parameter(tmp_path: Path) -> No
         stack.mul_(2)
     assert torch.equal(stack.detach().clone(), found * 2)
     with pytest.raises(UsageError, match="gathered"), offload.gathered(stack):
-        train_step(engine, SIXTEEN, 1)
+        train_step(engine, job, 1)
     engine.destroy(remove=True)
 
 
-def test_a_saved_model_is_one_of_transformers(tmp_path: Path) -> None:
+@BOTH
+def test_a_saved_model_is_one_of_transformers(job: Job, tmp_path: Path) -> None:
     import transformers
 
-    engine = start(SIXTEEN, DISK, tmp_path / "run")
-    train_step(engine, SIXTEEN, 0)
+    engine = start(job, DISK, tmp_path / "run")
+    train_step(engine, job, 0)
     engine.save_pretrained(tmp_path / "saved")
     expected = weights_of(engine)
     engine.destroy(remove=True)
@@ -326,27 +284,9 @@ def test_a_saved_model_is_one_of_transformers(tmp_path: Path) -> None:
     with offload.init():
         model = qwen(16)
     offload.load_pretrained(model, tmp_path / "saved")
-    engine = start(SIXTEEN._replace(model=lambda: model), DISK, tmp_path / "second")
+    experts = "each" if job is SIXTEEN else "grouped"
+    engine = start(job._replace(model=lambda: model), DISK, tmp_path / "second", experts=experts)
     assert_same_tensors(weights_of(engine), expected)
-    engine.destroy(remove=True)
-
-
-@pytest.mark.slow
-@pytest.mark.sample(1)
-@pytest.mark.parametrize(("first", "second"), [("each", "whole"), ("whole", "each"), ("each", "each")])
-def test_a_checkpoint_loads_whether_stacks_are_whole_or_not(first: str, second: str, tmp_path: Path) -> None:
-    job = SIXTEEN._replace(dtype="bf16", clip=0.0)
-    unbroken = run(job, MEMORY, tmp_path / "unbroken", experts=first)
-    engine = start(job, DISK, tmp_path / "first", experts=first)
-    for step in range(2):
-        train_step(engine, job, step)
-    engine.save_checkpoint(tmp_path / "saved")
-    engine.destroy(remove=True)
-    engine = start(job._replace(seed=5), DISK, tmp_path / "second", experts=second)
-    engine.load_checkpoint(tmp_path / "saved")
-    losses = [train_step(engine, job, step) for step in range(2, job.steps)]
-    assert losses == unbroken.losses[2:]
-    assert_same_tensors(weights_of(engine), unbroken.weights)
     engine.destroy(remove=True)
 
 
@@ -367,19 +307,21 @@ JOB = Job(partial(qwen, 16, 1), rows_of_few_tokens, steps=2, lr=3e-4, params=(("
 # -- the numbers --------------------------------------------------------------------------------------
 
 
-def in_both_ways(job: Job, folder: Path) -> tuple[Result, Result]:
-    """Whole stacks in host memory, and experts on disk with little room on the device and in host memory."""
+def in_both_ways(job: Job, room: str, folder: Path) -> tuple[Result, Result]:
+    """Whole stacks in host memory, and parts of them on disk with little room on the device and in host memory."""
     whole = train(job, HOST, folder / "whole", experts="whole")
-    return whole, train(job, RANKS_DISK, folder / "disk", device_memory="300KB")
+    return whole, train(job, RANKS_DISK, folder / "disk", device_memory=room)
 
 
 @pytest.mark.slow
 @pytest.mark.numeric
+@pytest.mark.works("Several ranks", "stacked experts in groups, of which each rank visits others", "right")
 @pytest.mark.works("Several ranks", "stacked experts, of which each rank visits others, one by one", "right")
-def test_the_numbers_are_those_of_whole_stacks(ranks: RankPool, tmp_path: Path) -> None:
+@pytest.mark.parametrize(("made", "room"), [(JOB.model, "300KB"), (partial(grouped, JOB.model), "500KB")])
+def test_the_numbers_are_those_of_whole_stacks(made: Any, room: str, ranks: RankPool, tmp_path: Path) -> None:
     """Bit for bit with one micro-batch."""
-    job = JOB._replace(clip=0.0)
-    (whole, one), (_, other) = ranks.run(in_both_ways, job, tmp_path)
+    job = JOB._replace(model=made, clip=0.0)
+    (whole, one), (_, other) = ranks.run(in_both_ways, job, room, tmp_path)
     assert_same(one, other, "ranks")
     assert one.losses == whole.losses
     assert_same_tensors(one.weights, whole.weights)
@@ -431,33 +373,6 @@ def test_ranks_read_and_update_what_any_of_them_visits(ranks: RankPool, tmp_path
 
 
 # -- values and files ---------------------------------------------------------------------------------
-
-
-def saved(folder: Path) -> dict[str, torch.Tensor]:
-    engine = start_ranks(JOB, RANKS_DISK, folder / "run")
-    for step in range(2):
-        engine.backward(JOB.loss(engine, step, 0))
-        engine.step()
-    engine.save_checkpoint(folder / "saved")
-    engine.destroy()
-    engine = start_ranks(JOB, RANKS_DISK, folder / "run", resume="must")
-    weights = weights_of(engine)
-    engine.load_checkpoint(folder / "saved")
-    assert engine.global_steps == 2
-    assert_same_tensors(weights_of(engine), weights)
-    engine.destroy(remove=True)
-    return weights
-
-
-@pytest.mark.slow
-@pytest.mark.sample(1)
-@pytest.mark.parametrize("experts", ["each", "whole"])
-def test_a_checkpoint_of_two_ranks_loads_on_one(experts: str, ranks: RankPool, tmp_path: Path) -> None:
-    weights = ranks.run(saved, tmp_path)[0]
-    engine = start_ranks(JOB._replace(seed=5), HOST, tmp_path / "one", experts=experts)
-    engine.load_checkpoint(tmp_path / "saved")
-    assert_same_tensors(weights_of(engine), weights)
-    engine.destroy(remove=True)
 
 
 def test_the_loop_takes_the_place_of_an_implementation_that_needs_all(tmp_path: Path) -> None:
@@ -558,18 +473,6 @@ def adapted_parameters() -> Any:
     """Adapters of attention, and of both stacks of each layer, one around the other."""
     stacks = ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"]
     return peft.get_peft_model(mixtral(4), peft.LoraConfig(r=4, target_modules=["q_proj"], target_parameters=stacks))
-
-
-@pytest.mark.slow
-@pytest.mark.usefixtures("engines_end")
-@pytest.mark.works("Training", "LoRA on stacked experts themselves (peft's `target_parameters`)", "right")
-@pytest.mark.numeric
-def test_adapters_of_stacks_train_as_in_the_stock_trainer(tmp_path: Path) -> None:
-    assert_close(
-        offloaded(tmp_path / "mine", model=adapted_parameters),
-        stock(tmp_path / "stock", model=adapted_parameters),
-        adapted_parameters,
-    )
 
 
 @pytest.mark.usefixtures("engines_end")

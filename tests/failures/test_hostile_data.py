@@ -98,10 +98,7 @@ FILES: dict[str, tuple[Callable[[Path], object], str]] = {
         "each line must be one of",
     ),
     "bytes.jsonl": (lambda file: file.write_bytes(b'{"text": "\xff\xfe"}'), "is not UTF-8"),
-    "array.npy": (
-        lambda file: file.write_bytes(b"\x93NUMPY\x01\x00v\x00{}" + bytes(range(256))),
-        "UTF-8",
-    ),
+    "array.npy": (lambda file: file.write_bytes(b"\x93NUMPY\x01\x00v\x00{}" + bytes(range(256))), "UTF-8"),
     "columns.csv": (lambda file: file.write_text(",".join(f"c{number}" for number in range(200_000))), "the columns"),
 }
 

@@ -18,10 +18,11 @@ from offload.errors import IoError, OffloadError
 from offload.states import State
 from offload.swapper.store import Store
 from offload.swapper.store.spill_file import SpillFile
+from tests.store import test_repair
 from tests.support.drives.fault_injection import use_queue
 from tests.support.drives.rot import KINDS, Rot, RottingQueue
 from tests.support.least_budget import budget
-from tests.support.modules.checkpointed import Stack, small_inputs_move, square_loss
+from tests.support.modules.checkpointed import small_inputs_move, square_loss
 from tests.support.oracle import Job, small_pieces, start, train_step
 
 DISK = ("nvme", "nvme")
@@ -29,15 +30,8 @@ FAULTS_UNTIL, STEPS = 2, 4
 """A fault comes in one of the first steps; by the last one every byte was read again, or scrubbed."""
 
 
-class Model(Stack):
-    """A stack with a frozen block, and one that is frozen in part."""
-
+class Model(test_repair.Model):
     depth = 4
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.blocks[1].requires_grad_(False)
-        self.blocks[2].up.requires_grad_(False)  # type: ignore[union-attr]
 
 
 class Deep(Model):

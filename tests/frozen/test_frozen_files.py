@@ -186,19 +186,10 @@ def least(folder: Path, swap: Path, budget: str, **options: Any) -> int:
 
 def write_mixture(folder: Path) -> None:
     torch.manual_seed(0)
-    config = transformers.Qwen3MoeConfig(
-        hidden_size=64,
-        intermediate_size=64,
-        moe_intermediate_size=64,
-        num_hidden_layers=2,
-        num_attention_heads=2,
-        num_key_value_heads=1,
-        head_dim=32,
-        vocab_size=64,
-        num_experts=8,
-        num_experts_per_tok=2,
-        output_router_logits=True,
-    )
+    heads = {"num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 32}
+    stacks = {"moe_intermediate_size": 64, "num_experts": 8, "num_experts_per_tok": 2, "output_router_logits": True}
+    sizes = {"hidden_size": 64, "intermediate_size": 64, "num_hidden_layers": 2, "vocab_size": 64}
+    config = transformers.Qwen3MoeConfig(**sizes, **heads, **stacks)
     transformers.Qwen3MoeForCausalLM(config).save_pretrained(folder)
 
 

@@ -57,10 +57,6 @@ def with_params(job: Job, **params: Any) -> Job:
     return job._replace(params=(*job.params, *params.items()))
 
 
-def twice_decayed(job: Job) -> Job:
-    return job._replace(weight_decay=2 * job.weight_decay)
-
-
 BIAS = "transformer.h.1.mlp.c_fc.bias"
 FAULTS: dict[str, Job] = {
     "beta1 is 0.89": with_params(ADAM, betas=(0.89, 0.999)),

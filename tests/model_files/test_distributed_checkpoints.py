@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import pickle
 import shutil
 from collections.abc import Callable
@@ -17,6 +16,7 @@ import offload
 from offload.cli.main import app
 from offload.engine.state import TrainingState
 from offload.errors import StoreError
+from tests.deepspeed.test_deepspeed_checkpoints import Code
 from tests.model_files.fsdp_run import AFTER, BEFORE, Network, batch, changed, go_on, optimizer_of, save
 from tests.support.ranks.rank_pool import RankPool
 
@@ -99,16 +99,6 @@ def test_torch_goes_on_from_an_export(
 
 
 # -- what does not fit changes nothing ----------------------------------------------------------------
-
-
-class Code:
-    """An object whose pickle makes a file when an ordinary unpickler reads it."""
-
-    def __init__(self, path: Path) -> None:
-        self.path = path
-
-    def __reduce__(self) -> Any:
-        return os.system, (f"touch {self.path}",)
 
 
 @pytest.fixture(scope="module")

@@ -45,154 +45,116 @@ def _sum(engine: Any) -> float:
     return sum(float(value.double().sum()) for value in engine.module.state_dict().values())
 
 
-def _losses(engine: Any, one_step: Callable[[int], float], steps: int = 4) -> list[float]:
-    return [one_step(step) for step in range(steps)] + [_sum(engine)]
+def each_step(one: Callable[[Any, Job, int], float]) -> Loop:
+    """Returns the loop of four steps: the value of each, and the sum of the weights."""
+    return lambda engine, job: [one(engine, job, step) for step in range(4)] + [_sum(engine)]
 
 
-def two_losses(engine: Any, job: Job) -> list[float]:
+def stepped(engine: Any, loss: torch.Tensor) -> float:
+    engine.backward(loss)
+    engine.step()
+    return float(loss.detach())
+
+
+def _two(engine: Any, step: int) -> tuple[torch.Tensor, torch.Tensor]:
+    logits = engine(models.tokens(step, 0, (4, 16), 61)).float().flatten(0, 1)
+    return logits.logsumexp(1).mean(), logits.square().mean()
+
+
+@each_step
+def two_losses(engine: Any, job: Job, step: int) -> float:
     """Of one forward, with the accumulation that counts both."""
-
-    def one(step: int) -> float:
-        logits = engine(models.tokens(step, 0, (4, 16), 61)).float().flatten(0, 1)
-        first, second = logits.logsumexp(1).mean(), logits.square().mean()
-        engine.backward(first, retain_graph=True)
-        engine.step()
-        engine.backward(second)
-        engine.step()
-        return float(first.detach()) + float(second.detach())
-
-    return _losses(engine, one)
+    first, second = _two(engine, step)
+    engine.backward(first, retain_graph=True)
+    engine.step()
+    return float(first.detach()) + stepped(engine, second)
 
 
-def two_losses_at_once(engine: Any, job: Job) -> list[float]:
+@each_step
+def two_losses_at_once(engine: Any, job: Job, step: int) -> float:
     """Without accumulation: both before one step."""
-
-    def one(step: int) -> float:
-        logits = engine(models.tokens(step, 0, (4, 16), 61)).float().flatten(0, 1)
-        first, second = logits.logsumexp(1).mean(), logits.square().mean()
-        engine.backward(first, retain_graph=True)
-        engine.backward(second)
-        engine.step()
-        return float(first.detach()) + float(second.detach())
-
-    return _losses(engine, one)
+    first, second = _two(engine, step)
+    engine.backward(first, retain_graph=True)
+    return float(first.detach()) + stepped(engine, second)
 
 
-def forgotten(engine: Any, job: Job) -> list[float]:
+@each_step
+def forgotten(engine: Any, job: Job, step: int) -> float:
     """`model.zero_grad()` in the middle of accumulation."""
-
-    def one(step: int) -> float:
-        engine.backward(job.loss(engine, step, 0) * 1000)
-        engine.module.zero_grad()
-        if isinstance(engine, PlainEngine):
-            engine.zero_grad()
-        return train_step(engine, job, step)
-
-    return _losses(engine, one)
+    engine.backward(job.loss(engine, step, 0) * 1000)
+    engine.module.zero_grad()
+    if isinstance(engine, PlainEngine):
+        engine.zero_grad()
+    return train_step(engine, job, step)
 
 
-def twice_through_a_graph(engine: Any, job: Job) -> list[float]:
-    def one(step: int) -> float:
-        loss = job.loss(engine, step, 0)
-        engine.backward(loss, retain_graph=True)
-        engine.step()
-        engine.backward(loss)
-        engine.step()
-        return float(loss.detach())
-
-    return _losses(engine, one)
+@each_step
+def twice_through_a_graph(engine: Any, job: Job, step: int) -> float:
+    loss = job.loss(engine, step, 0)
+    engine.backward(loss, retain_graph=True)
+    engine.step()
+    return stepped(engine, loss)
 
 
-def plain_backward(engine: Any, job: Job) -> list[float]:
+@each_step
+def plain_backward(engine: Any, job: Job, step: int) -> float:
     """`loss.backward()` instead of `engine.backward(loss)`: never divided."""
-
-    def one(step: int) -> float:
-        loss = job.loss(engine, step, 0)
-        if isinstance(engine, PlainEngine):
-            engine.backward(loss)
-        else:
-            loss.backward()
-        engine.step()
-        return float(loss.detach())
-
-    return _losses(engine, one)
-
-
-def penalty_on_inputs(engine: Any, job: Job) -> list[float]:
-    """The norm of the gradient at an inner activation is part of the loss: a double backward."""
-
-    def one(step: int) -> float:
-        seen: list[torch.Tensor] = []
-        handle = engine.module.embedding.register_forward_hook(lambda m, i, output: seen.append(output) and None)
-        loss = job.loss(engine, step, 0)
-        handle.remove()
-        (slope,) = torch.autograd.grad(loss, seen, create_graph=True)
-        total = loss + 10 * slope.float().square().sum()
-        engine.backward(total)
-        engine.step()
-        return float(total.detach())
-
-    return _losses(engine, one)
-
-
-def penalty_on_weights(engine: Any, job: Job) -> list[float]:
-    """The same with the gradients of weights."""
-
-    def one(step: int) -> float:
-        loss = job.loss(engine, step, 0)
-        slopes = torch.autograd.grad(loss, list(engine.module.layers.parameters()), create_graph=True)
-        total = loss + sum(slope.float().square().sum() for slope in slopes)
-        engine.backward(total)
-        engine.step()
-        return float(total.detach())
-
-    return _losses(engine, one)
-
-
-def penalty_outside(engine: Any, job: Job) -> list[float]:
-    """An L2 penalty over all parameters, computed while no module runs; the embedding is used by the model as well."""
-
-    def one(step: int) -> float:
-        penalty = sum(parameter.float().square().sum() for parameter in engine.module.parameters())
-        loss = job.loss(engine, step, 0) + 0.01 * penalty
+    loss = job.loss(engine, step, 0)
+    if isinstance(engine, PlainEngine):
         engine.backward(loss)
-        engine.step()
-        return float(loss.detach())
+    else:
+        loss.backward()
+    engine.step()
+    return float(loss.detach())
 
-    return _losses(engine, one)
+
+@each_step
+def penalty_on_inputs(engine: Any, job: Job, step: int) -> float:
+    """The norm of the gradient at an inner activation is part of the loss: a double backward."""
+    seen: list[torch.Tensor] = []
+    handle = engine.module.embedding.register_forward_hook(lambda m, i, output: seen.append(output) and None)
+    loss = job.loss(engine, step, 0)
+    handle.remove()
+    (slope,) = torch.autograd.grad(loss, seen, create_graph=True)
+    return stepped(engine, loss + 10 * slope.float().square().sum())
 
 
-def gradients_between(engine: Any, job: Job) -> list[float]:
+@each_step
+def penalty_on_weights(engine: Any, job: Job, step: int) -> float:
+    """The same with the gradients of weights."""
+    loss = job.loss(engine, step, 0)
+    slopes = torch.autograd.grad(loss, list(engine.module.layers.parameters()), create_graph=True)
+    return stepped(engine, loss + sum(slope.float().square().sum() for slope in slopes))
+
+
+@each_step
+def penalty_outside(engine: Any, job: Job, step: int) -> float:
+    """An L2 penalty over all parameters, computed while no module runs; the embedding is used by the model as well."""
+    penalty = sum(parameter.float().square().sum() for parameter in engine.module.parameters())
+    return stepped(engine, job.loss(engine, step, 0) + 0.01 * penalty)
+
+
+@each_step
+def gradients_between(engine: Any, job: Job, step: int) -> float:
     """`torch.autograd.grad` in the middle of accumulation changes nothing that accumulates."""
-
-    def one(step: int) -> float:
-        engine.backward(job.loss(engine, step, 0))
-        engine.step()
-        asked = torch.autograd.grad(job.loss(engine, step, 1), list(engine.module.parameters()))
-        engine.backward(job.loss(engine, step, 2))
-        engine.step()
-        return sum(float(gradient.double().norm()) for gradient in asked)
-
-    return _losses(engine, one)
+    stepped(engine, job.loss(engine, step, 0))
+    asked = torch.autograd.grad(job.loss(engine, step, 1), list(engine.module.parameters()))
+    stepped(engine, job.loss(engine, step, 2))
+    return sum(float(gradient.double().norm()) for gradient in asked)
 
 
-def evaluated_between(engine: Any, job: Job) -> list[float]:
+@each_step
+def evaluated_between(engine: Any, job: Job, step: int) -> float:
     """eval(), no_grad and inference_mode in the middle of accumulation."""
-
-    def one(step: int) -> float:
-        engine.backward(job.loss(engine, step, 0))
-        engine.step()
-        engine.module.eval()
-        with torch.no_grad():
-            loss = float(job.loss(engine, step, 5))
-        with torch.inference_mode():
-            loss += float(job.loss(engine, step, 6))
-        engine.module.train()
-        engine.backward(job.loss(engine, step, 1))
-        engine.step()
-        return loss
-
-    return _losses(engine, one)
+    stepped(engine, job.loss(engine, step, 0))
+    engine.module.eval()
+    with torch.no_grad():
+        loss = float(job.loss(engine, step, 5))
+    with torch.inference_mode():
+        loss += float(job.loss(engine, step, 6))
+    engine.module.train()
+    stepped(engine, job.loss(engine, step, 1))
+    return loss
 
 
 def hooked_modules(engine: Any, job: Job) -> list[float]:
@@ -206,29 +168,18 @@ def hooked_modules(engine: Any, job: Job) -> list[float]:
         layer.register_full_backward_pre_hook(lambda module, outer: (outer[0] * 2,)),
         engine.module.register_forward_hook(lambda module, inputs, output: output * 1.5),
     ]
-
-    def one(step: int) -> float:
-        loss = job.loss(engine, step, 0)
-        engine.backward(loss)
-        engine.step()
-        return float(loss.detach()) + norms[-1]
-
-    found = _losses(engine, one)
+    found = each_step(lambda engine, job, step: stepped(engine, job.loss(engine, step, 0)) + norms[-1])(engine, job)
     for handle in handles:
         handle.remove()
     return found
 
 
 def _with_saved(hooks: Callable[[], Any]) -> Loop:
-    def loop(engine: Any, job: Job) -> list[float]:
-        def one(step: int) -> float:
-            with hooks():
-                loss = job.loss(engine, step, 0)
-            engine.backward(loss)
-            engine.step()
-            return float(loss.detach())
-
-        return _losses(engine, one)
+    @each_step
+    def loop(engine: Any, job: Job, step: int) -> float:
+        with hooks():
+            loss = job.loss(engine, step, 0)
+        return stepped(engine, loss)
 
     return loop
 
@@ -247,7 +198,8 @@ def counting() -> Iterator[None]:
     assert packed, "the hooks of the user were asked"
 
 
-def in_place(engine: Any, job: Job) -> list[float]:
+@each_step
+def in_place(engine: Any, job: Job, step: int) -> float:
     """A tensor that backward needs is changed: torch's own check is still there."""
 
     def squash(module: nn.Module, inputs: Any) -> Any:
@@ -255,44 +207,32 @@ def in_place(engine: Any, job: Job) -> list[float]:
         return (seen[-1],)
 
     seen: list[torch.Tensor] = []
-
-    def one(step: int) -> float:
-        handle = engine.module.head.register_forward_pre_hook(squash)
-        loss = job.loss(engine, step, 0)
-        handle.remove()
-        with torch.no_grad():
-            seen.pop().add_(1)
-        with pytest.raises(RuntimeError, match=r"inplace|in place"):
-            engine.backward(loss)
-        engine.zero_grad()
-        loss = job.loss(engine, step, 0)
+    handle = engine.module.head.register_forward_pre_hook(squash)
+    loss = job.loss(engine, step, 0)
+    handle.remove()
+    with torch.no_grad():
+        seen.pop().add_(1)
+    with pytest.raises(RuntimeError, match=r"inplace|in place"):
         engine.backward(loss)
-        engine.step()
-        return float(loss.detach())
-
-    return _losses(engine, one)
+    engine.zero_grad()
+    return stepped(engine, job.loss(engine, step, 0))
 
 
 # -- functions of the user ----------------------------------------------------------------------------
 
 
-def drops_the_loss(engine: Any, job: Job) -> list[float]:
+@each_step
+def drops_the_loss(engine: Any, job: Job, step: int) -> float:
     """The graph, and with it what a function keeps in `ctx`, is gone before the step."""
-
-    def one(step: int) -> float:
-        loss = job.loss(engine, step, 0)
-        engine.backward(loss)
-        found = float(loss.detach())
-        del loss
-        engine.step()
-        return found
-
-    return _losses(engine, one)
+    loss = job.loss(engine, step, 0)
+    engine.backward(loss)
+    found = float(loss.detach())
+    del loss
+    engine.step()
+    return found
 
 
-def trains(engine: Any, job: Job) -> list[float]:
-    return _losses(engine, lambda step: train_step(engine, job, step))
-
+trains = each_step(train_step)
 
 LAYERS = Job(Layers, models.mixture_loss)
 
@@ -410,16 +350,19 @@ def test_views_that_take_all_the_room_are_refused(tmp_path: Path) -> None:
 
 
 @pytest.mark.works("Graphs", "backward after `step()` through a graph made before it", "refused")
-def test_a_graph_of_old_weights_is_refused(tmp_path: Path) -> None:
-    engine = start(LAYERS, DISK, tmp_path / "old", device_memory=room_for(LAYERS, 2))
+@pytest.mark.parametrize("placement", [DISK, MEMORY])
+def test_a_graph_of_old_weights_is_refused(placement: tuple[str, str], tmp_path: Path) -> None:
+    options = {"device_memory": room_for(LAYERS, 2)} if placement == DISK else {}
+    engine = start(LAYERS, placement, tmp_path / "old", **options)
     old = LAYERS.loss(engine, 9, 0)
     losses = [train_step(engine, LAYERS, 0)]
-    with pytest.raises(UsageError, match=r"made before step\(\)"):
+    with pytest.raises(UsageError, match=r"made before step\(\)") as refused:
         engine.backward(old)
+    assert placement == DISK or "modified by an inplace operation" in str(refused.value.__cause__)
     engine.zero_grad()
     losses += [train_step(engine, LAYERS, step) for step in range(1, LAYERS.steps)]
     engine.destroy(remove=True)
-    assert losses == run(LAYERS, DISK, tmp_path / "plain").losses
+    assert losses == run(LAYERS, placement, tmp_path / "plain").losses
 
 
 @pytest.mark.works("Graphs", "the same through a penalty on weights of before", "refused")
@@ -485,10 +428,11 @@ class ShowsItsHead(Layers):
 
 
 @pytest.mark.works("Graphs", "a weight among the model's outputs, kept across `step()`", "right")
-def test_an_output_that_is_a_weight(tmp_path: Path) -> None:
+@pytest.mark.parametrize("placement", [DISK, MEMORY])
+def test_an_output_that_is_a_weight(placement: tuple[str, str], tmp_path: Path) -> None:
     """It is a copy: what it was when the model ran."""
     job = LAYERS._replace(model=ShowsItsHead)
-    engine = start(job, DISK, tmp_path)
+    engine = start(job, placement, tmp_path)
     seen = []
     for step in range(3):
         logits, weight = engine(models.tokens(step, 0, (4, 16), 61))

@@ -186,11 +186,14 @@ class Replaced(Layers):
         return super().through(hidden, ids)
 
 
+@pytest.mark.parametrize("placement", [DISK, MEMORY])
 @pytest.mark.parametrize("model", [Clamped, Replaced])
 @pytest.mark.works("Modules", "a weight changed in place, or replaced by `.data`, inside of a forward", "refused")
-def test_a_weight_changed_in_a_forward_is_refused(model: Callable[[], nn.Module], tmp_path: Path) -> None:
+def test_a_weight_changed_in_a_forward_is_refused(
+    model: Callable[[], nn.Module], placement: tuple[str, str], tmp_path: Path
+) -> None:
     job = Job(model, models.mixture_loss)
-    engine = start(job, DISK, tmp_path)
+    engine = start(job, placement, tmp_path)
     with pytest.raises(UsageError, match=r"layers\.0\.weight was changed in place"):
         train_step(engine, job, 0)
     with pytest.raises(EngineFailed):

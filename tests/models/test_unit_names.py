@@ -17,13 +17,7 @@ from offload.layout.units import find_units
 from tests.support import models
 
 NAMES: dict[Callable[[], nn.Module], list[str]] = {
-    models.shallow: [
-        "transformer.wte",
-        "transformer.wpe",
-        "transformer.h.0",
-        "transformer.h.1",
-        "transformer.ln_f",
-    ],
+    models.shallow: ["transformer.wte", "transformer.wpe", "transformer.h.0", "transformer.h.1", "transformer.ln_f"],
     models.t5: [
         "shared",
         *[f"encoder.block.{block}.layer.{layer}" for block in (0, 1) for layer in (0, 1)],

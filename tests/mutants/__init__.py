@@ -8,11 +8,4 @@ from __future__ import annotations
 
 from tests.mutants import device, gradients, store, storm, swapper, updates
 
-MUTANTS = (
-    *swapper.MUTANTS,
-    *store.MUTANTS,
-    *gradients.MUTANTS,
-    *updates.MUTANTS,
-    *device.MUTANTS,
-    *storm.MUTANTS,
-)
+MUTANTS = (*swapper.MUTANTS, *store.MUTANTS, *gradients.MUTANTS, *updates.MUTANTS, *device.MUTANTS, *storm.MUTANTS)

@@ -45,16 +45,7 @@ def _run(mutant: Mutant | None, tests: str) -> tuple[bool, str]:
     """Whether the tests passed, and the end of what they printed."""
     environment = dict(os.environ, **({VARIABLE: mutant.name} if mutant else {}))
     with tempfile.TemporaryDirectory() as folder:
-        command = [
-            sys.executable,
-            "-m",
-            "pytest",
-            "-x",
-            "-p",
-            "no:cacheprovider",
-            f"--basetemp={folder}/t",
-            tests,
-        ]
+        command = [sys.executable, "-m", "pytest", "-x", "-p", "no:cacheprovider", f"--basetemp={folder}/t", tests]
         done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
     tail = done.stdout.strip().splitlines()[-3:]
     if done.returncode not in (0, 1):

@@ -14,12 +14,7 @@ def _mutant(name: str, module: str, old: str, new: str) -> Mutant:
 
 
 MUTANTS = (
-    _mutant(
-        "write over the slot of the last commit",
-        _STORE,
-        "if slot not in (named, newest))",
-        "if slot != newest)",
-    ),
+    _mutant("write over the slot of the last commit", _STORE, "if slot not in (named, newest))", "if slot != newest)"),
     _mutant(
         "commit data that is not synced",
         _STORE,

@@ -21,7 +21,6 @@ from offload.optimizers.matrices import Workspace, balance, orthogonalize
 from offload.planner.memory import Memory, Room, settings, settle
 from offload.planner.model_shape import BY_BLOCKS, from_training
 from offload.precision import has_products_in_bf16, products_in_bf16
-from tests.optim.test_narrow_states import JOB, bytes_of_a_parameter
 from tests.optim.test_optimizers import assert_resumes_and_loads
 from tests.support import rounding_bounds
 from tests.support.models import gpt2, llama, mixtral
@@ -345,16 +344,6 @@ def test_a_plan_counts_the_products() -> None:
                 by_hand += 5 * (2 * small * small * large + 2 * small**3 + 2 * small * small * large)
     assert product_flops(layouts, "muon", 5) == by_hand
     assert product_flops(layouts, "sinkgd", 5) == product_flops(layouts, "adam", 5) == 0
-
-
-@pytest.mark.slow
-def test_the_bytes_of_a_parameter_and_step(tmp_path: Path) -> None:
-    """No state is read or written: a weight and its low bits each way, and 2 as the backward reads weights.
-
-    Of a matrix that begins within a page, the page is read whole for its checksum.
-    """
-    found = bytes_of_a_parameter(tmp_path, JOB._replace(optimizer="SinkGD"))
-    assert found.moved <= 10.35 and 8 < found.stored <= 8.4
 
 
 def test_rows_and_columns_get_their_norms() -> None:

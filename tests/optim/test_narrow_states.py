@@ -10,9 +10,8 @@ import signal
 import subprocess
 import sys
 import time
-from itertools import pairwise
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import pytest
 import torch
@@ -30,11 +29,7 @@ from offload.kernels import Noise, Partition, PlainSGDStep, Segment, SGDStep, _n
 from offload.kernels.update import BLOCK
 from offload.layout.flat_layout import layouts_of
 from offload.layout.units import find_units
-from offload.planner.activations import Load
-from offload.planner.hardware import described, parse_drive
-from offload.planner.memory import Room, settings, settle
-from offload.planner.model_shape import from_count
-from offload.planner.recommend import advise, plan
+from offload.planner.memory import Room, settle
 from offload.runs.inspection import inspect
 from offload.sizes import GIB
 from offload.states import State
@@ -42,7 +37,7 @@ from offload.swapper.store import Store
 from tests.kernels.test_kernels_bf24 import joined, split
 from tests.support import models
 from tests.support.drives.fault_injection import flip_bit
-from tests.support.early_updates import counts, finish_step_before
+from tests.support.early_updates import counts
 from tests.support.early_updates import train_step as early_step
 from tests.support.kernel_inputs import ISAS, default_settings
 from tests.support.oracle import (
@@ -79,33 +74,6 @@ FORMS: dict[str, dict[str, Any]] = {
     "bf24, int8": {"master": "bf24", "moments": "int8"},
 }
 """Options of the block "offload"."""
-
-
-class Bytes(NamedTuple):
-    """What a parameter costs a drive."""
-
-    moved: float
-    """Read and written, in a step."""
-    stored: float
-
-
-def bytes_of_a_parameter(folder: Path, job: Job = JOB, **options: Any) -> Bytes:
-    """Trains with everything on disk, and counts by the queue and the store; nearly all parameters are matrices."""
-    job = job._replace(model=lambda: models.gpt2(layers=4, width=256), steps=1)
-    engine = start(job, ("nvme", "nvme"), folder, speculate=False, **options)
-    store, queue = testing.inspect(engine).store, testing.inspect(engine).queue
-    assert store is not None and queue is not None
-    numel = sum(len(part) for part in testing.inspect(engine).trainable)
-    totals = [0]
-    for step in range(5):  # three count: the first records the order, the second has no update beside it yet
-        train_step(engine, job, step)
-        finish_step_before(engine)
-        totals.append(queue.read_bytes + queue.written_bytes)
-    # On a busy machine a step may read a unit again that was read ahead of it too early.
-    moved = min(after - before for before, after in pairwise(totals[2:]))
-    found = Bytes(moved / numel, store.spec.nbytes / numel)
-    engine.destroy(remove=True)
-    return found
 
 
 __all__ = ["default_settings"]  # fixtures
@@ -163,13 +131,9 @@ def test_an_update_under_the_backward_and_its_repetition_round_alike(form: str, 
 @pytest.mark.parametrize(("name", "late"), [("AdamW", 0.02), ("Lamb", 0.0), ("Lion", 0.0)])
 def test_killed_and_resumed_is_unbroken(name: str, late: float, form: str, tmp_path: Path) -> None:
     job = RULES[name]._replace(steps=40 if late else 120)
-    assert_unbroken(job, form, 3, late, tmp_path)
-
-
-def assert_unbroken(job: Job, form: str, kills: int, late: float, folder: Path) -> None:
-    (folder / "killed").mkdir()
-    killed = kill_and_resume(job, DISK, folder / "killed", kills=kills, late=late, **FORMS[form])
-    assert_same(run(job, DISK, folder / "whole", **FORMS[form]), killed, "unbroken and killed")
+    (tmp_path / "killed").mkdir()
+    killed = kill_and_resume(job, DISK, tmp_path / "killed", kills=3, late=late, **FORMS[form])
+    assert_same(run(job, DISK, tmp_path / "whole", **FORMS[form]), killed, "unbroken and killed")
 
 
 def on_two_ranks(job: Job, form: str, folder: Path) -> Result:
@@ -230,14 +194,6 @@ def test_the_bits_are_those_of_seed_unit_update_and_element(tmp_path: Path) -> N
 
 
 # -- what users see -----------------------------------------------------------------------------------
-
-
-@pytest.mark.slow
-def test_the_bytes_of_a_parameter_and_step(tmp_path: Path) -> None:
-    """18 of disk traffic in bf16: 8 read, 8 written, and 2 for weights read twice, unless they stayed."""
-    whole, narrow = bytes_of_a_parameter(tmp_path / "fp32"), bytes_of_a_parameter(tmp_path / "bf16", **BF16)
-    assert (whole.stored, narrow.stored) == (24, 16)
-    assert 16 <= narrow.moved <= 18.3 and 24 <= whole.moved <= 26.3
 
 
 def test_states_are_read_and_set_in_fp32(tmp_path: Path) -> None:
@@ -406,24 +362,6 @@ def assert_close_to_nearest(found: torch.Tensor, exact: torch.Tensor, root: bool
         step = other.abs().max() / (255 if root else 127)
         bound = torch.where(one <= 1.01 * step, step, step / 2) if root else step / 2
         assert ((one - other).abs() <= 1.01 * bound).all()
-
-
-@pytest.mark.slow
-def test_a_plan_counts_them_and_names_them_as_a_change() -> None:
-    """12 bytes of disk in place of 24, and 12 of 24 bytes of updates; the drive is the bound, so a step is shorter."""
-    shape, machine = from_count(7_000_000_000, 32, 1024), described("24GB", 16 * GIB, [parse_drive("7GB/s,5GB/s")])
-    content = settings("nvme", "nvme", dtype="bf16", batch=1)
-    fp32, int8 = (
-        plan(shape, machine, Load(1), each)
-        for each in (content, settings("nvme", "nvme", dtype="bf16", batch=1, moments="int8"))
-    )
-    assert int8.memory.stored / fp32.memory.stored == pytest.approx(12 / 24, rel=0.01)
-    moved = [each.timing.moved.read + each.timing.moved.written for each in (fp32, int8)]
-    numel = sum(fp32.memory.parts.trainable_numel)
-    assert (moved[0] - moved[1]) / numel == pytest.approx(12, rel=0.05)
-    assert int8.timing.seconds < fp32.timing.seconds
-    assert "moments in int8" in [change.words for change in advise(fp32).changes]
-    assert "moments in int8" not in [change.words for change in advise(int8).changes]
 
 
 BF24: dict[str, Any] = {"master": "bf24"}
@@ -692,23 +630,6 @@ def test_units_of_several_chunks_are_converted_and_loaded(tmp_path: Path) -> Non
     engine = start(job, DISK, folder, run="wide", resume="must", **BF24)
     assert_same_tensors(moments_of(engine), narrow)
     engine.destroy(remove=True)
-
-
-@pytest.mark.slow
-def test_there_and_back_is_the_same_run(tmp_path: Path) -> None:
-    """fp32 holds every value of 8 bits, and they are encoded to the same codes: both runs train with the same bits."""
-    trained_moments(JOB, tmp_path, moments="int8")
-    assert convert(tmp_path / "default", "--moments", "fp32", "--run", "wide").exit_code == 0
-    assert convert(tmp_path / "wide", "--moments", "int8", "--run", "again").exit_code == 0
-    results = []
-    for run_name in ("default", "again"):
-        engine = start(JOB, DISK, tmp_path, moments="int8", run=run_name, resume="must")
-        for step in (2, 3):
-            train_step(engine, JOB, step)
-        results.append((weights_of(engine), moments_of(engine)))
-        engine.destroy(remove=True)
-    for one, other in zip(*results, strict=True):
-        assert_same_tensors(one, other)
 
 
 def on_two_ranks_masters(job: Job, folder: Path, run: str, moments: str) -> dict[str, torch.Tensor]:

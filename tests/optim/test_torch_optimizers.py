@@ -460,16 +460,6 @@ class Counts(torch.optim.SGD):
         super().step()
 
 
-class Own(torch.optim.SGD):
-    """Counts in itself."""
-
-    calls = 0
-
-    def step(self, closure: Any = None) -> None:  # type: ignore[override]
-        self.calls += 1
-        super().step()
-
-
 class Together(torch.optim.SGD):
     """Moves each parameter by the norm of all gradients."""
 
@@ -503,19 +493,6 @@ class Wraps(torch.optim.Optimizer):
 
     def step(self, closure: Any = None) -> None:  # type: ignore[override]
         self.base.step()
-
-
-class OwnStates(torch.optim.SGD):
-    """Keeps the states of parameters in a dict of its own."""
-
-    def __init__(self, params: Any, lr: float) -> None:
-        super().__init__(params, lr=lr)
-        self.own: dict[Any, int] = {}
-
-    def step(self, closure: Any = None) -> None:  # type: ignore[override]
-        for p in self.param_groups[0]["params"]:
-            self.own[p] = self.own.get(p, 0) + 1
-        super().step()
 
 
 class OneState(torch.optim.SGD):
@@ -671,10 +648,8 @@ def test_what_cannot_be_run_so_is_refused() -> None:
         (with_a_hook, r"AdamW has hooks on its state dict \(state_dict_post\)"),
         (with_an_object, "history of a group of the optimizer is a types.SimpleNamespace"),
         (lambda p: Counts(p, lr=0.1), "Counts has no kernel here.* a step changes k, which all parameters share"),
-        (lambda p: Own(p, lr=0.1), "a step changes calls, which all parameters share"),
         (lambda p: Together(p, lr=0.1), "the new value of a parameter depends on other parameters"),
         (lambda p: Wraps(p, lr=0.1), "a parameter with a gradient does not change"),
-        (lambda p: OwnStates(p, lr=0.1), "a step changes own, which all parameters share"),
         (lambda p: OneState(p, lr=0.1), "a step changes all, which all parameters share"),
         (lambda p: ByNumber([{"params": p[:2]}, {"params": p[2:]}], lr=0.1), "depends on the number of its group"),
         (lambda p: Slow(p, lr=0.1), "the state slow exists after some steps only"),

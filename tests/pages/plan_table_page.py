@@ -106,12 +106,7 @@ As the first table, with {_SMALL_RAM // GIB} GiB of RAM, at an assumed {_SMALL_B
 
 {_COLUMNS}"""
 FAMILIES = ("qwen3-8b", "qwen3-14b", "qwen3-32b", "llama-3.3-70b", "qwen3-30b-a3b")
-CARDS = (
-    ("RTX 3060", 12, 64),
-    ("RTX 4060 Ti 16GB", 16, 64),
-    ("RTX 4090", 24, 128),
-    ("RTX 5090", 32, 128),
-)
+CARDS = (("RTX 3060", 12, 64), ("RTX 4060 Ti 16GB", 16, 64), ("RTX 4090", 24, 128), ("RTX 5090", 32, 128))
 """Cards with their GB of memory, and the GB of RAM beside them."""
 _FAMILY_DRIVE, _FAMILY_TBW = "7GB/s,5GB/s,4TB", 2400e12
 _FAMILY_NAMES = ("model", "card", *("weights, states", "tokens/s", "100M tokens", "step", "limit", "change", "wear"))

@@ -319,14 +319,6 @@ def test_hooks_on_parameters(tmp_path: Path) -> None:
     engine.destroy(remove=True)
 
 
-def _a_view(module: nn.Module) -> None:
-    module.transformer.ln_f.weight.data.view(-1)
-
-
-def _turned(module: nn.Module) -> None:
-    module.transformer.wte.weight.data.t_()
-
-
 def _other_order(module: nn.Module) -> None:
     module.to(memory_format=torch.channels_last)
     module.transformer.wte.weight.to(memory_format=torch.channels_last)
@@ -335,10 +327,6 @@ def _other_order(module: nn.Module) -> None:
 def _edit_while_gathered(module: nn.Module) -> None:
     with offload.gathered(module.transformer.ln_f.weight):
         module.transformer.h[0].mlp.c_fc.weight.data.mul_(2)
-
-
-def _assign(module: nn.Module) -> None:
-    module.load_state_dict(module.state_dict(), assign=True)
 
 
 def _set_gradient(module: nn.Module) -> None:
@@ -383,10 +371,6 @@ def test_weights_that_have_no_room_are_left_as_they_are(tmp_path: Path, monkeypa
     engine.destroy(remove=True)
 
 
-def _to_nothing(module: nn.Module) -> None:
-    offload.gathered(3).__enter__()
-
-
 def _functional_gradient(module: nn.Module) -> None:
     def loss(values: dict[str, torch.Tensor]) -> torch.Tensor:
         ids = models.tokens(0, 0)
@@ -398,15 +382,24 @@ def _functional_gradient(module: nn.Module) -> None:
 REFUSED: dict[str, tuple[Action, str]] = {
     "`model.half()`, `model.to(dtype)`": (lambda module: module.half(), "precision and device are set in the config"),
     "`model.to(other device)`": (lambda module: module.to("meta"), "precision and device are set in the config"),
-    "a view of a weight between steps": (_a_view, "offload.gathered"),
-    "`.data.t_()` and others that change the shape": (_turned, "cannot become"),
+    "a view of a weight between steps": (
+        lambda module: module.transformer.ln_f.weight.data.view(-1),
+        "offload.gathered",
+    ),
+    "`.data.t_()` and others that change the shape": (
+        lambda module: module.transformer.wte.weight.data.t_(),
+        "cannot become",
+    ),
     "another memory format": (_other_order, "is stored contiguously"),
     "edits while a parameter is gathered": (_edit_while_gathered, "is gathered"),
-    "`load_state_dict(assign=True)`": (_assign, "leave assign out"),
+    "`load_state_dict(assign=True)`": (
+        lambda module: module.load_state_dict(module.state_dict(), assign=True),
+        "leave assign out",
+    ),
     "a gradient set by hand": (_set_gradient, "gradients are in the engine"),
     "training the model inside of `gathered`": (_gathered_and_run, "is gathered"),
     "changing weights inside of `gathered` without `modify=True`": (_gathered_and_changed, "modify=True"),
-    "`gathered` of something else": (_to_nothing, "parameters or a module"),
+    "`gathered` of something else": (lambda module: offload.gathered(3).__enter__(), "parameters or a module"),
     "`torch.func.grad` over the model": (_functional_gradient, r"torch\.autograd\.grad instead"),
 }
 

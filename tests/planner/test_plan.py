@@ -225,8 +225,7 @@ def test_a_terminal_is_told_what_is_computed(monkeypatch: pytest.MonkeyPatch) ->
 
 
 @pytest.mark.parametrize(
-    ("size", "name"),
-    [("8GB", "RTX 4060"), ("10GB", "RTX 3080"), ("12 GB", "RTX 3060"), ("16GB", "RTX 4060 Ti 16GB")],
+    ("size", "name"), [("8GB", "RTX 4060"), ("10GB", "RTX 3080"), ("12 GB", "RTX 3060"), ("16GB", "RTX 4060 Ti 16GB")]
 )
 def test_a_size_below_24_gb_is_the_slowest_card_that_is_sold_with_it(size: str, name: str) -> None:
     gpu, like = find_gpu(size)

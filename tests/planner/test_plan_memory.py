@@ -5,9 +5,9 @@ from __future__ import annotations
 import shutil
 import tempfile
 from dataclasses import replace
-from functools import cache, partial
+from functools import partial
 from pathlib import Path
-from typing import Any, ClassVar, NamedTuple
+from typing import Any, NamedTuple
 
 import pytest
 import torch
@@ -159,7 +159,7 @@ def test_what_a_run_refuses_is_refused_by_the_plan() -> None:
         settle(layouts, planning.settings(durability="step"), Room(GIB, GIB, 20 * count))
 
 
-TOKENS, LAYERS = 256, 2
+TOKENS = 256
 
 
 class _Alive(TorchDispatchMode):
@@ -196,14 +196,8 @@ def test_a_step_holds_the_planned_bytes(tmp_path: Path, words: int, in_chunks: b
 
     Of few words the MLP of a block is the peak, of many the loss.
     """
-    config = transformers.LlamaConfig(
-        hidden_size=256,
-        intermediate_size=896,
-        num_hidden_layers=LAYERS,
-        num_attention_heads=4,
-        vocab_size=words,
-        use_cache=False,
-    )
+    sizes = models.WIDTHS | {"hidden_size": 256, "intermediate_size": 896, "vocab_size": words}
+    config = transformers.LlamaConfig(**sizes, use_cache=False)
     config.save_pretrained(tmp_path)
     model = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16).train()
     make_ready(model, recompute)
@@ -220,24 +214,6 @@ def test_a_step_holds_the_planned_bytes(tmp_path: Path, words: int, in_chunks: b
     assert 0.98 * alive.peak <= planned + 0.01 * largest
     # The head's gradient is there twice in the plan of chunks: while it is summed, and while it is scaled.
     assert planned <= 1.02 * alive.peak + 2 * largest * in_chunks
-
-
-class _Waiting(torch.autograd.Function):
-    """Passes a weight on; its backward counts the gradients of the weight that are alive."""
-
-    made: ClassVar[list[StorageWeakRef]] = []
-    most: ClassVar[list[int]] = []
-
-    @staticmethod
-    def forward(ctx: Any, weight: torch.Tensor) -> torch.Tensor:
-        return weight.view_as(weight)
-
-    @staticmethod
-    def backward(ctx: Any, *grads: torch.Tensor) -> torch.Tensor:
-        (grad,) = grads
-        _Waiting.made.append(StorageWeakRef(grad.untyped_storage()))
-        _Waiting.most.append(sum(not each.expired() for each in _Waiting.made))
-        return grad
 
 
 @pytest.mark.sample(1)
@@ -258,18 +234,6 @@ def test_the_peak_of_a_plan_that_fits_is_within_the_ram(name: str, in_chunks: bo
         fitting.append(ram)
         assert planned.host_peak <= ram
     assert fitting and fitting[0] > 512 * MIB, "the sizes are on both sides of the least that fits"
-
-
-@cache
-def fits(ram: int, sequence: int) -> bool:
-    on = replace(described("RTX 4090", 0, [parse_drive("7GB/s,5GB/s,4TB")]), gpu_memory=0, ram=ram)
-    shape, load = from_name("llama-1b", sequence, torch.bfloat16), Load(1, chunked_loss=True)
-    try:
-        planned = recommend.choose(shape, on, load, recompute=False, paths=("/swap",))
-    except BudgetError:
-        return False
-    assert planned.host_peak <= ram, "the plan's own budgets keep it within the RAM"
-    return True
 
 
 DISK = ("nvme", "nvme")

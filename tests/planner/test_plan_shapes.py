@@ -26,6 +26,7 @@ from offload.planner.model_shape import BY_BLOCKS, Shape, from_count, from_name,
 from offload.presets import DECODERS, PRESETS
 from offload.sizes import GIB, MIB, parse_count, parse_size
 from tests.planner.test_plan_activations import llama
+from tests.support.models import DECODER
 
 
 def test_a_shape_of_another_length_is_that_of_a_count_of_it() -> None:
@@ -109,11 +110,6 @@ def test_what_is_no_decoder_or_too_long_is_left_to_the_forward_or_refused() -> N
         from_preset("llama-1b", 4097, 2)
 
 
-@pytest.fixture(scope="module")
-def shape() -> Shape:
-    return from_count(13 * 10**9, 20, 2048)
-
-
 def test_counts_are_parsed() -> None:
     for message, count in (
         ("13B", 13e9),
@@ -163,16 +159,8 @@ BF16 = torch.bfloat16
 
 
 def save_config(folder: Path, layers: int = 4, **more: Any) -> str:
-    transformers.Qwen2Config(
-        hidden_size=64,
-        intermediate_size=128,
-        num_hidden_layers=layers,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        vocab_size=512,
-        tie_word_embeddings=False,
-        **more,
-    ).save_pretrained(folder)
+    sizes = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": layers, "vocab_size": 512}
+    transformers.Qwen2Config(**DECODER | sizes, tie_word_embeddings=False, **more).save_pretrained(folder)
     return str(folder)
 
 

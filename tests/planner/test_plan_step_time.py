@@ -174,9 +174,6 @@ def test_what_limits_is_the_resource_that_is_busy_for_most_of_the_step() -> None
         assert f"{limit} limits, busy for {step.limit_seconds / step.seconds:.0%} of the step" in in_short(prediction)
 
 
-# -- dtypes -------------------------------------------------------------------------------------------
-
-
 BOTH = (MICRO_BATCH_MAJOR, LAYER_MAJOR)
 
 
@@ -353,23 +350,8 @@ def test_beside_weights_that_stay_a_plan_knows_whether_micro_batches_may_take_tu
     assert found.schedule == schedule and found.reason.startswith(reason) and not found.after_a_step
 
 
-# -- the command --------------------------------------------------------------------------------------
-
-MACHINE = ("--gpu", "RTX 4090", "--ram", "64GB", "--drive", "7GB/s,5GB/s")
-LAYERS = 12
-MODEL = ("--parameters", "4B", "--layers", str(LAYERS))
-
-
-def run(*arguments: str) -> Any:
-    return CliRunner().invoke(app, ["plan", *MODEL, *MACHINE, *arguments])
-
-
 UNIFIED = [gpu for gpu in GPUS if gpu.unified]
 COUNT = ("plan", "--parameters", "1B", "--layers", "16", "--seq-len", "1024", "--ram", "64GB", "--drive", "7GB/s,5GB/s")
-
-
-def of(gpu: str, origin: str) -> list[str]:
-    return [rate.name for rate in described(gpu).rates if rate.origin == origin]
 
 
 # -- origins ------------------------------------------------------------------------------------------

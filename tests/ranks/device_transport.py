@@ -79,10 +79,7 @@ class Hosted(dist.ProcessGroup):
             call()
 
     def _start(
-        self,
-        sent: torch.Tensor,
-        filled: torch.Tensor,
-        messages: Callable[[torch.Tensor, torch.Tensor], Any],
+        self, sent: torch.Tensor, filled: torch.Tensor, messages: Callable[[torch.Tensor, torch.Tensor], Any]
     ) -> HostedWork:
         """Starts a collective that sends `sent` and fills `filled`; `messages` are gloo's, between copies of both."""
         device = filled.device

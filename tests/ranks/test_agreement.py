@@ -27,13 +27,7 @@ from torch.utils.data import TensorDataset
 
 import offload
 from offload import testing
-from offload.distributed.agreement import (
-    Collective,
-    NextCollective,
-    RankIntent,
-    Rounds,
-    next_collective,
-)
+from offload.distributed.agreement import Collective, NextCollective, RankIntent, Rounds, next_collective
 from offload.distributed.process_group import Communication
 from offload.engine import setup
 from offload.errors import BudgetError, ConfigError, EngineFailed, RankError, UsageError
@@ -393,11 +387,7 @@ class Branching(nn.Module):
 
 
 SAME_PATH = (0, 1, 2, 3)
-PATHS = {
-    2: (SAME_PATH, (0, 1, 3), (0, 2)),
-    4: ((0, 1, 3), (1, 4, 2, 0), SAME_PATH),
-    5: (SAME_PATH, (1, 2, 3), (2, 3)),
-}
+PATHS = {2: (SAME_PATH, (0, 1, 3), (0, 2)), 4: ((0, 1, 3), (1, 4, 2, 0), SAME_PATH), 5: (SAME_PATH, (1, 2, 3), (2, 3))}
 """Of each rank: some leave out a layer; later each takes another way, one through a layer that nobody has used."""
 
 

@@ -101,36 +101,27 @@ def test_a_step_that_overflows_on_one_stage_is_skipped_on_all(ranks: RankPool, t
     assert ranks.run(overflow_on_the_first_stage, tmp_path) == [[0, 1, 1]] * 2
 
 
-@pytest.mark.slow
-@pytest.mark.works("Several ranks", "a pipeline beside ZeRO, on two by two ranks", "right")
+def _beside(job: Job, plan: Plan, size: int, words: str) -> Any:
+    return pytest.param(job, plan, size, marks=pytest.mark.works("Several ranks", words, "right"), id=words)
+
+
 @pytest.mark.numeric
-@pytest.mark.parametrize("stage", [1, 3])
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("job", "plan", "size"),
+    [
+        _beside(CLIPPED._replace(stage=1), Plan(), 4, "a pipeline beside ZeRO, on two by two ranks"),
+        _beside(CLIPPED._replace(stage=3), Plan(), 4, "a pipeline beside ZeRO, on two by two ranks"),
+        _beside(CLIPPED._replace(shard_size=1), Plan(), 4, "a pipeline beside replicas of shards (`mics_shard_size`)"),
+        _beside(CLIPPED, Plan(tensor=2), 8, "a pipeline, tensor parallelism and ZeRO, on two by two by two ranks"),
+    ],
+)
 def test_pipelines_beside_each_other_equal_one_process(
-    stage: int, four: RankPool, alone: Callable[..., Result], tmp_path: Path
+    job: Job, plan: Plan, size: int, alone: Callable[..., Result], tmp_path: Path
 ) -> None:
-    job = CLIPPED._replace(stage=stage)
-    found = pipelines.together(four.run(pipelines.train, job, Plan(), DISK, tmp_path / "four"))
-    rounding_bounds.same_training(found, alone(job), job, reordered=True)
-
-
-@pytest.mark.works("Several ranks", "a pipeline beside replicas of shards (`mics_shard_size`)", "right")
-@pytest.mark.numeric
-@pytest.mark.slow
-def test_a_pipeline_beside_replicas_equals_one_process(
-    four: RankPool, alone: Callable[..., Result], tmp_path: Path
-) -> None:
-    job = CLIPPED._replace(shard_size=1)
-    found = pipelines.together(four.run(pipelines.train, job, Plan(), DISK, tmp_path / "four"))
-    rounding_bounds.same_training(found, alone(CLIPPED), CLIPPED, reordered=True)
-
-
-@pytest.mark.works("Several ranks", "a pipeline, tensor parallelism and ZeRO, on two by two by two ranks", "right")
-@pytest.mark.numeric
-@pytest.mark.slow
-def test_eight_ranks_in_three_dimensions_equal_one_process(alone: Callable[..., Result], tmp_path: Path) -> None:
-    with shared_pool(8) as eight:
-        found = pipelines.together(eight.run(pipelines.train, CLIPPED, Plan(tensor=2), DISK, tmp_path / "eight"))
-    rounding_bounds.same_training(found, alone(CLIPPED), CLIPPED, reordered=True)
+    with shared_pool(size) as grid:
+        found = pipelines.together(grid.run(pipelines.train, job, plan, DISK, tmp_path / "grid"))
+    rounding_bounds.same_training(found, alone(job._replace(shard_size=-1)), job, reordered=True)
 
 
 AGAIN = {"activations": "nvme", "units": ["Block"]}
@@ -189,10 +180,7 @@ def resume_the_killed(folder: Path) -> None:
 @pytest.mark.works("Several ranks", "resume of a pipeline whose processes were killed in a step", "right")
 def test_a_killed_pipeline_resumes_with_the_bits_of_an_unbroken_one(tmp_path: Path) -> None:
     with pool(2) as two:
-        with pytest.raises((EOFError, OSError)):
-            two.run(die_in_the_third_step, tmp_path)
-        for process in two.processes:
-            process.join(60)
+        two.run_to_the_death(die_in_the_third_step, tmp_path)
         two.run(resume_the_killed, tmp_path)
 
 

@@ -391,21 +391,17 @@ def test_tiers_and_overlap_change_no_bit(
 
 @pytest.mark.slow
 @pytest.mark.works("Several ranks", "int8 codes beside replicas of shards (`mics_shard_size`)", "right")
-@pytest.mark.parametrize(("size", "shard_size"), [(2, 1), pytest.param(4, 2, marks=pytest.mark.slow)])
+@pytest.mark.parametrize(("size", "shard_size"), [(2, 1), (4, 2)])
 def test_replicas_stay_equal(size: int, shard_size: int, tmp_path: Path) -> None:
     """Each adds up the same codes of all replicas' sums, in the same order."""
-    with shared_pool(size) as together:
-        check_replicas(together, shard_size, tmp_path)
-
-
-def check_replicas(together: RankPool, shard_size: int, tmp_path: Path) -> None:
     job = JOB._replace(shard_size=shard_size, accumulation=2, quantized=ALL)
-    memory = together.run(train_and_sum, job._replace(overlap=False), MEMORY, tmp_path / "memory")
-    disk = together.run(train_and_sum, job._replace(overlap=True), DISK, tmp_path / "disk")
+    with shared_pool(size) as together:
+        memory = together.run(train_and_sum, job._replace(overlap=False), MEMORY, tmp_path / "memory")
+        disk = together.run(train_and_sum, job._replace(overlap=True), DISK, tmp_path / "disk")
+        exact = together.run(train, job._replace(quantized=""), MEMORY, tmp_path / "exact")
     for rank, (result, checksums) in enumerate(memory):
         assert_same(result, disk[rank].result)
         assert checksums == memory[rank % shard_size].checksums
-    exact = together.run(train, job._replace(quantized=""), MEMORY, tmp_path / "exact")
     assert memory[0].result.losses != exact[0].losses
     assert memory[0].result.losses == pytest.approx(exact[0].losses, rel=0.02)
 

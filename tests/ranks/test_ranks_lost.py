@@ -25,7 +25,7 @@ import offload
 from offload import testing
 from offload.distributed import process_group
 from offload.distributed.process_group import BoundedStore, Heartbeat
-from offload.errors import ConfigError, EngineFailed, IoError, OffloadError, RankError, StoreError
+from offload.errors import ConfigError, EngineFailed, IoError, OffloadError, RankError
 from offload.notices import exception_line
 from tests.support import models
 from tests.support.drives.fault_injection import die
@@ -44,12 +44,7 @@ class Run:
     """Two processes that train `JOB`, from the last step that both hold to the end or a kill."""
 
     def __init__(
-        self,
-        folder: Path,
-        dies: tuple[int, int] | None = None,
-        in_step: bool = False,
-        job: Job = JOB,
-        **options: Any,
+        self, folder: Path, dies: tuple[int, int] | None = None, in_step: bool = False, job: Job = JOB, **options: Any
     ) -> None:
         """A rank `dies` when it is about to commit a step, or `in_step`, between its forward and its backward."""
         self.log, port = folder / "log", free_port()
@@ -94,13 +89,7 @@ class Run:
 
 
 def _train(
-    rank: int,
-    port: int,
-    job: Job,
-    folder: Path,
-    dies: tuple[int, int] | None,
-    in_step: bool,
-    options: dict[str, Any],
+    rank: int, port: int, job: Job, folder: Path, dies: tuple[int, int] | None, in_step: bool, options: dict[str, Any]
 ) -> None:
     meet(rank, 2, port)
     logging.disable(logging.CRITICAL)
@@ -378,28 +367,6 @@ class Wordless(Exception):
 def test_an_exception_is_told_on_one_short_line(error: BaseException, line: str) -> None:
     told = exception_line(error)
     assert re.fullmatch(line, told) and len(told) <= 300
-
-
-BEGUN = models.GPT2._replace(loss=language_rows_loss)
-
-
-def trained(folder: Path, steps: int) -> None:
-    """Some steps more, ended as by a kill."""
-    engine = start(BEGUN, DISK, folder, resume="auto")
-    for step in range(engine.global_steps, engine.global_steps + steps):
-        engine.backward(BEGUN.loss(engine, step, 0))
-        engine.step()
-    engine.mean(0.0)
-    testing.settle(engine)
-    testing.abandon(engine, remove=False)
-
-
-def refused(folder: Path) -> str:
-    try:
-        start(BEGUN, DISK, folder, resume="auto").destroy(remove=True)
-    except (RankError, StoreError) as error:
-        return f"{type(error).__name__}: {error}"
-    return ""
 
 
 LONGEST = 3.0

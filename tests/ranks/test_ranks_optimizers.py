@@ -30,7 +30,6 @@ from tests.support.oracle import (
     small_pieces,
     train_step,
     trained,
-    weights_of,
 )
 from tests.support.ranks.rank_jobs import JOBS, my_rows
 from tests.support.ranks.rank_pool import RankPool, rank_and_size, shared_pool, start, train
@@ -187,21 +186,6 @@ def test_ranks_with_rows_of_their_own_train_as_one_process(name: str, ranks: Ran
         rounding_bounds.same_norms(result.norms, alone.norms, job)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("name", ["Muon, bf16", "Adafactor"])
-def test_three_ranks(name: str, tmp_path: Path) -> None:
-    """The second has parts of two matrices, and no part of some."""
-    job = MATRIX_JOBS[name]
-    with shared_pool(3) as three:
-        results = three.run(train, job, DISK, tmp_path / "three")
-    with one_thread():
-        alone = train(job, DISK, tmp_path / "alone")
-    for each in results:
-        # A third of three equal gradients is none of them to the bit.
-        rounding_bounds.same_losses(each.losses[:1], alone.losses[:1], job)
-        assert_same(results[0], each, "ranks")
-
-
 class Half(nn.Module):
     """A unit of two matrices, of which the model uses one."""
 
@@ -274,81 +258,6 @@ def test_ranks_whose_drives_differ_step_matrices_in_one_order(ranks: RankPool, t
 
 
 # -- states --------------------------------------------------------------------------------------------
-
-
-def step_matrices_in_two_parts(
-    job: Job, options: dict[str, Any], folder: Path
-) -> tuple[list[float], dict[str, torch.Tensor]]:
-    norms = []
-    for resume, steps in (("never", range(2)), ("must", range(2, job.steps))):
-        engine = start(job, DISK, folder, resume=resume, **options)
-        for step in steps:
-            train_step(engine, job, step)
-            norms.append(engine.get_global_grad_norm())
-        weights = weights_of(engine)
-        engine.destroy(remove=steps.stop == job.steps)
-    return norms, weights
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("name", ["Muon, bf16", "Muon, bf16 moments", "Adafactor"])
-def test_a_run_resumes_with_the_same_bits(name: str, ranks: RankPool, tmp_path: Path) -> None:
-    job, options = MATRIX_JOBS[name], OPTIONS.get(name, {})
-    unbroken, _ = ranks.run(train_with, job, options, tmp_path / "whole")
-    for norms, weights in ranks.run(step_matrices_in_two_parts, job, options, tmp_path / "parts"):
-        assert norms == unbroken.norms
-        assert_same_tensors(weights, unbroken.weights)
-
-
-def train_with(job: Job, options: dict[str, Any], folder: Path) -> Result:
-    return train(job, DISK, folder, **options)
-
-
-def saved(job: Job, folder: Path) -> dict[str, dict[str, torch.Tensor]]:
-    """Saves a checkpoint after two steps, and returns all states."""
-    engine = start(job, DISK, folder / "run")
-    for step in range(2):
-        train_step(engine, job, step)
-    engine.save_checkpoint(folder / "checkpoint")
-    states = states_of(engine)
-    engine.destroy(remove=True)
-    return states
-
-
-def loaded(job: Job, folder: Path, checkpoint: Path) -> tuple[dict[str, dict[str, torch.Tensor]], dict[str, Any]]:
-    """Loads the checkpoint, returns all states, and the weights after a step more."""
-    engine = start(job, ("cpu", "nvme"), folder)
-    engine.load_checkpoint(checkpoint)
-    states = states_of(engine)
-    train_step(engine, job, 2)
-    weights = weights_of(engine)
-    engine.destroy(remove=True)
-    return states, weights
-
-
-def states_of(engine: offload.Engine) -> dict[str, dict[str, torch.Tensor]]:
-    names = {id(p): name for name, p in engine.module.named_parameters()}
-    found = engine.optimizer.state_dict()["state"]
-    params = [p for group in engine.optimizer.param_groups for p in group["params"]]
-    return {names[id(p)]: found[number] for number, p in enumerate(params) if number in found}
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("name", ["Muon, bf16", "Adafactor"])
-def test_a_checkpoint_loads_on_any_number_of_ranks(name: str, ranks: RankPool, tmp_path: Path) -> None:
-    job = MATRIX_JOBS[name]
-    states = saved(job, tmp_path / "one")
-    one, other = ranks.run(loaded, job, tmp_path / "b", tmp_path / "one" / "checkpoint")
-    assert_same_states(one[0], states)
-    assert_same_tensors(one[1], other[1])
-    states, _ = ranks.run(saved, job, tmp_path / "two")
-    assert_same_states(loaded(job, tmp_path / "a", tmp_path / "two" / "checkpoint")[0], states)
-
-
-def assert_same_states(one: dict[str, dict[str, torch.Tensor]], other: dict[str, dict[str, torch.Tensor]]) -> None:
-    assert one.keys() == other.keys()
-    for parameter in other:
-        assert_same_tensors(one[parameter], other[parameter])
 
 
 def local_states(job: Job, folder: Path) -> tuple[int, int, bool]:

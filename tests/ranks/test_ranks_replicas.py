@@ -231,10 +231,10 @@ def test_files_of_two_replicas_are_those_of_any_arrangement(four: RankPool, rank
 # -- errors -------------------------------------------------------------------------------------------
 
 
-def refused(folder: Path, sizes: tuple[int, int]) -> str:
+def refused(folder: Path, key: str, sizes: tuple[int, int]) -> str:
     """Returns this rank's error of a start with its own size."""
     with pytest.raises(ConfigError) as error:
-        start(JOB._replace(shard_size=sizes[rank_and_size()[0]]), MEMORY, folder)
+        start(JOB._replace(**{"shard_size": -1, key: sizes[rank_and_size()[0]]}), MEMORY, folder)
     return str(error.value)
 
 
@@ -262,10 +262,14 @@ def test_damage_of_a_rank_is_mended_from_one_with_the_same_shard(
     assert damage.mended == ("" if shard_size == 2 else f"slot {damage.slot} of {run / 'rank0'}")
 
 
-def test_a_size_that_does_not_fit_is_an_error_on_every_rank(ranks: RankPool, tmp_path: Path) -> None:
-    for message in ranks.run(refused, tmp_path, (3, 3)):
-        assert message.startswith("zero_optimization.mics_shard_size is 3, ") and "a divisor of 2" in message
-    for message in ranks.run(refused, tmp_path, (1, 2)):
-        assert message.startswith("the mics_shard_size of rank 1 and of rank 0 differ: 2, not 1; ")
+@pytest.mark.parametrize(("key", "name"), [("shard_size", "mics_shard_size"), ("node", "zero_hpz_partition_size")])
+def test_a_size_that_does_not_fit_is_an_error_on_every_rank(
+    key: str, name: str, ranks: RankPool, tmp_path: Path
+) -> None:
+    for message in ranks.run(refused, tmp_path, key, (3, 3)):
+        assert message.startswith(f"zero_optimization.{name} is 3, ") and "a divisor of 2" in message
+    for message in ranks.run(refused, tmp_path, key, (1, 2)):
+        assert message.startswith(f"the {name} of rank 1 and of rank 0 differ: 2, not 1; ")
     with pytest.raises(ConfigError, match="1 rank cannot be divided"):
-        offload.initialize(model=JOB.model(), config=config(JOB, MEMORY, tmp_path))
+        job = JOB._replace(**{"shard_size": -1, key: 2})
+        offload.initialize(model=job.model(), config=config(job, MEMORY, tmp_path))

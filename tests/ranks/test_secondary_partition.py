@@ -299,19 +299,3 @@ def test_a_run_resumes_with_nodes_and_without(four: RankPool, tmp_path: Path) ->
 def test_a_config_that_contradicts_itself_is_an_error(block: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         load_config({"zero_optimization": block})
-
-
-def refused(folder: Path, nodes: tuple[int, int]) -> str:
-    """Returns this rank's error of a start with its own size."""
-    with pytest.raises(ConfigError) as error:
-        start(JOB._replace(node=nodes[rank_and_size()[0]]), MEMORY, folder)
-    return str(error.value)
-
-
-def test_a_size_that_does_not_fit_is_an_error_on_every_rank(ranks: RankPool, tmp_path: Path) -> None:
-    for message in ranks.run(refused, tmp_path, (3, 3)):
-        assert message.startswith("zero_optimization.zero_hpz_partition_size is 3, ") and "a divisor of 2" in message
-    for message in ranks.run(refused, tmp_path, (1, 2)):
-        assert "zero_hpz_partition_size" in message
-    with pytest.raises(ConfigError, match="1 rank cannot be divided"):
-        offload.initialize(model=JOB.model(), config=config(JOB._replace(node=2), MEMORY, tmp_path))

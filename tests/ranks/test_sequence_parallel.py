@@ -19,7 +19,7 @@ from offload.errors import ConfigError, OffloadError
 from tests.support import models, rounding_bounds
 from tests.support.oracle import Job, Result, assert_same, assert_same_tensors, room_for, weights_of
 from tests.support.ranks import sequence_parallel as sp
-from tests.support.ranks.rank_pool import RankPool, rank_and_size
+from tests.support.ranks.rank_pool import RankPool, rank_and_size, steps
 from tests.support.ranks.rank_pool import train as train_alone
 from tests.support.sampling import drawn
 
@@ -62,7 +62,7 @@ def test_two_ranks_that_share_sequences_equal_one_rank(name: str, ranks: RankPoo
 def train_and_count(job: Job, size: int, folder: Path) -> tuple[Result, list[int], int]:
     """Returns the training, the samples that this rank loads, and the samples of a step."""
     engine = sp.start(job, size, DISK, folder)
-    found = sp.steps(engine, job, 0, job.steps)
+    found = steps(engine, job, 0, job.steps)
     rows = [
         int(row) for batch in engine.deepspeed_io(TensorDataset(torch.arange(8)), collate_fn=list) for (row,) in batch
     ]
@@ -123,11 +123,11 @@ def stop_and_resume(job: Job, folder: Path) -> None:
     unbroken = sp.train(job, 2, DISK, folder / "unbroken")
     engine = sp.start(job, 2, DISK, folder / "run")
     model = engine.module
-    sp.steps(engine, job, 0, 1)
+    steps(engine, job, 0, 1)
     engine.destroy()
     assert model.config._attn_implementation == "sdpa"
     engine = sp.start(job, 2, DISK, folder / "run", resume="must")
-    rest = sp.steps(engine, job, 1, job.steps)
+    rest = steps(engine, job, 1, job.steps)
     engine.destroy()
     assert rest.losses == unbroken.losses[1:]
     assert_same_tensors(rest.weights, unbroken.weights)

@@ -78,36 +78,23 @@ def train_and_count(job: Job, name: str, folder: Path) -> tuple[Result, list[int
     return found, list(ranks.members), rows
 
 
+@pytest.mark.works("Several ranks", "tensor parallelism beside replicas of shards (`mics_shard_size`)", "right")
 @pytest.mark.works("Several ranks", "tensor parallelism beside ZeRO, on two by two ranks", "right")
 @pytest.mark.numeric
 @pytest.mark.slow
-@pytest.mark.parametrize("shard_size", [-1, 1])
-def test_four_ranks_two_by_two_equal_one_rank(shard_size: int, four: RankPool, tmp_path: Path) -> None:
-    """A column has a mesh of its own: one replica of two shards, or two replicas of one shard."""
-    found = train_beside_zero(four, shard_size, tmp_path)
-    assert [members for _, members, _ in found] == [[0, 2], [1, 3], [0, 2], [1, 3]]
-    rows = [each for _, _, each in found]
-    assert rows[0] == rows[1] and rows[2] == rows[3] and sorted(rows[0] + rows[2]) == list(range(8))
-
-
-@pytest.mark.works("Several ranks", "tensor parallelism beside replicas of shards (`mics_shard_size`)", "right")
-@pytest.mark.numeric
-@pytest.mark.slow
-def test_eight_ranks_as_replicas_of_two_divided_shards_equal_one_rank(tmp_path: Path) -> None:
-    with shared_pool(8) as eight:
-        found = train_beside_zero(eight, 2, tmp_path)
-    assert [members for _, members, _ in found] == [[0, 2, 4, 6], [1, 3, 5, 7]] * 4
-
-
-def train_beside_zero(grid: RankPool, shard_size: int, folder: Path) -> list[tuple[Result, list[int], list[int]]]:
-    """Returns what each rank of a grid has, after a comparison of its training with that of one rank."""
+@pytest.mark.parametrize(("size", "shard_size"), [(4, -1), (4, 1), (8, 2)])
+def test_rows_of_two_beside_zero_equal_one_rank(size: int, shard_size: int, tmp_path: Path) -> None:
+    """A column has a mesh of its own: of four ranks one replica of two shards, or two replicas of one shard."""
     job = CASES["sequence"]
-    alone = train(job, DISK, folder / "one")
-    found = grid.run(train_and_count, job._replace(shard_size=shard_size), "sequence", folder / "grid")
+    alone = train(job, DISK, tmp_path / "one")
+    with shared_pool(size) as grid:
+        found = grid.run(train_and_count, job._replace(shard_size=shard_size), "sequence", tmp_path / "grid")
     for result, _, _ in found:
         assert_same(found[0][0], result, "the ranks")
     rounding_bounds.same_training(found[0][0], alone, job, reordered=True)
-    return found
+    assert [members for _, members, _ in found] == [[*range(rank % 2, size, 2)] for rank in range(size)]
+    rows = [each for _, _, each in found]
+    assert rows[::2] == rows[1::2] and sorted(row for each in rows[::2] for row in each) == list(range(8))
 
 
 def stop_and_resume(job: Job, name: str, folder: Path) -> str:

@@ -21,15 +21,7 @@ from offload import testing
 from offload.config import load_config
 from offload.errors import ConfigError, NumericsError
 from offload.metrics.writers import ConsoleWriter, CsvWriter, Reporter, StepRecord, cut, events, line
-from tests.support.oracle import (
-    PLACEMENTS,
-    Job,
-    assert_same,
-    config,
-    run,
-    train_step,
-    weights_of,
-)
+from tests.support.oracle import PLACEMENTS, Job, assert_same, config, run, train_step, weights_of
 from tests.support.ranks.rank_pool import RankPool
 
 DISK = ("nvme", "nvme")

@@ -93,10 +93,7 @@ _SUSPECTED = re.compile(
     + r"|\.(?:unsafe_)?load\(|shell|trust_remote_code|weights_only"
 )
 """Of a text in which one of these may be: the others need not be parsed."""
-_ALLOWED = {
-    "fileio/torch_file.py": ["pickle"],
-    "runs/distributed.py": ["pickle"],
-}
+_ALLOWED = {"fileio/torch_file.py": ["pickle"], "runs/distributed.py": ["pickle"]}
 """Writers of other programs' files. Their reader has no unpickler (`tests/fileio/test_torch_file.py`)."""
 
 

@@ -30,17 +30,7 @@ from offload.swapper.store import store as swap_files
 from offload.swapper.store.format import read_records
 from tests.support import models
 from tests.support.drives.fault_injection import die, die_after_writes
-from tests.support.oracle import (
-    Job,
-    Result,
-    assert_same,
-    assert_same_tensors,
-    dies,
-    run,
-    start,
-    train_step,
-    weights_of,
-)
+from tests.support.oracle import Job, Result, assert_same, assert_same_tensors, dies, run, start, train_step, weights_of
 
 STEPS = 6
 

@@ -167,9 +167,7 @@ def test_a_run_of_two_ranks_has_ended_before_anything_of_it_goes(tmp_path: Path)
 
 
 def test_a_start_that_failed_has_nothing_more_to_remove(
-    tmp_path: Path,
-    queue: IoQueue,
-    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path, queue: IoQueue, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     failed = Store([tmp_path], "run", 0, SPEC._replace(partitions=SPEC.partitions * 1000, frozen=()), queue)
     testing.replace(monkeypatch, "disk.shortage_of_store", lambda *_: _raise(OSError(28, "full")))

@@ -16,21 +16,11 @@ DECODER = {**WIDTHS, "num_key_value_heads": 2, "vocab_size": 128}
 IMAGES = {"image_size": 16, "patch_size": 8}
 
 
-def gpt2(layers: int = 3, width: int = 64, heads: int = 4) -> nn.Module:
+def gpt2(layers: int = 3, width: int = 64, heads: int = 4, words: int = 128, positions: int = 64) -> nn.Module:
     """Returns a GPT-2 of three blocks, with a tied embedding and without dropout."""
-    return transformers.GPT2LMHeadModel(
-        transformers.GPT2Config(
-            n_layer=layers,
-            n_embd=width,
-            n_head=heads,
-            vocab_size=128,
-            n_positions=64,
-            use_cache=False,
-            resid_pdrop=0.0,
-            embd_pdrop=0.0,
-            attn_pdrop=0.0,
-        )
-    )
+    sizes = {"n_layer": layers, "n_embd": width, "n_head": heads, "vocab_size": words, "n_positions": positions}
+    none = dict.fromkeys(("resid_pdrop", "embd_pdrop", "attn_pdrop"), 0.0)
+    return transformers.GPT2LMHeadModel(transformers.GPT2Config(**sizes, **none, use_cache=False))
 
 
 def gpt2_dropout(layers: int = 3) -> nn.Module:
@@ -52,34 +42,12 @@ def shallow_dropout() -> nn.Module:
 
 def gpt2_tiny() -> nn.Module:
     """Returns the preset of the command line, without dropout."""
-    return transformers.GPT2LMHeadModel(
-        transformers.GPT2Config(
-            n_layer=4,
-            n_embd=256,
-            n_head=4,
-            vocab_size=256,
-            n_positions=1024,
-            use_cache=False,
-            resid_pdrop=0.0,
-            embd_pdrop=0.0,
-            attn_pdrop=0.0,
-        )
-    )
+    return gpt2(layers=4, width=256, words=256, positions=1024)
 
 
 def llama() -> nn.Module:
-    return transformers.LlamaForCausalLM(
-        transformers.LlamaConfig(
-            hidden_size=64,
-            intermediate_size=128,
-            num_hidden_layers=2,
-            num_attention_heads=4,
-            num_key_value_heads=2,
-            vocab_size=128,
-            max_position_embeddings=64,
-            use_cache=False,
-        )
-    )
+    sizes = DECODER | {"hidden_size": 64, "intermediate_size": 128, "max_position_embeddings": 64}
+    return transformers.LlamaForCausalLM(transformers.LlamaConfig(**sizes, use_cache=False))
 
 
 def t5() -> nn.Module:
@@ -101,13 +69,7 @@ def t5() -> nn.Module:
 def swin() -> nn.Module:
     return transformers.SwinForImageClassification(
         transformers.SwinConfig(
-            image_size=32,
-            patch_size=2,
-            embed_dim=16,
-            depths=[1, 2],
-            num_heads=[2, 4],
-            window_size=4,
-            num_labels=4,
+            image_size=32, patch_size=2, embed_dim=16, depths=[1, 2], num_heads=[2, 4], window_size=4, num_labels=4
         )
     )
 

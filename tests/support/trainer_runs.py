@@ -125,14 +125,22 @@ def unbroken(model: Any = models.shallow) -> Run:
 
 
 def trainer(
-    folder: Path, tier: str = DISK, model: Any = models.shallow, blocks: Any = None, rows: int = MANY, **changed: Any
-) -> OffloadTrainer:
-    return OffloadTrainer(
+    folder: Path,
+    tier: str = DISK,
+    model: Any = models.shallow,
+    blocks: Any = None,
+    rows: int = MANY,
+    kind: Any = OffloadTrainer,
+    chunked_loss: bool | None = None,
+    **changed: Any,
+) -> Any:
+    return kind(
         model=seeded(model),
         args=arguments(folder, **changed),
         train_dataset=Texts(rows),
         eval_dataset=Texts(5),
         offload_config=config(folder, tier, **blocks or {}),
+        chunked_loss=chunked_loss,
     )
 
 

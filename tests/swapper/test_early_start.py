@@ -42,6 +42,7 @@ from tests.support.oracle import (
     train_step,
     trained,
 )
+from tests.swapper import test_pager
 
 FORWARD_AND_BACKWARD = [0, 1, 2, 2, 1, 0]
 
@@ -65,22 +66,12 @@ class Accelerator(Device):
         return super().upload(destination, source, after)
 
 
-class Read:
-    """A read that ends when the test says so."""
+class Read(test_pager.Read):
+    """A read that tells others of its end, on another thread, as the queue does."""
 
     def __init__(self, unit: int, buffer: memoryview, priority: Priority) -> None:
-        self.unit, self._buffer, self.priority = unit, buffer, priority
-        self._ended, self._error = threading.Event(), False
+        super().__init__(unit, priority, lambda: buffer.__setitem__(slice(None), bytes([unit + 1]) * len(buffer)))
         self._callbacks: list[Callable[[Any], object]] = []
-
-    def done(self) -> bool:
-        return self._ended.is_set()
-
-    def wait(self, timeout: float | None = None) -> int:
-        assert self._ended.wait(60)
-        if self._error:
-            raise IoError("states", 0, len(self._buffer), errno.EIO, "read")
-        return len(self._buffer)
 
     def add_done_callback(self, function: Callable[[Any], object]) -> None:
         if self.done():
@@ -88,11 +79,8 @@ class Read:
         else:
             self._callbacks.append(function)
 
-    def end(self, error: bool = False) -> None:
-        """Ends the read, and runs its callbacks on another thread, as the queue does."""
-        self._buffer[:] = bytes([self.unit + 1]) * len(self._buffer)
-        self._error = error
-        self._ended.set()
+    def end(self, error: OSError | None = None) -> None:
+        super().end(error)
         thread = threading.Thread(target=lambda: [each(self) for each in self._callbacks], name="callbacks")
         thread.start()
         thread.join(60)
@@ -269,7 +257,7 @@ def test_a_read_that_has_ended_when_it_is_watched_is_uploaded_at_once(rig: Rig) 
 def test_a_read_ahead_that_fails_stops_the_engine_with_its_cause(rig: Rig) -> None:
     rig.store.slow = True
     rig.pager.prefetch()
-    rig.store.reads[1].end(error=True)
+    rig.store.reads[1].end(IoError("states", 0, PAGE, errno.EIO, "read"))
     with pytest.raises(EngineFailed, match="read") as caught:
         rig.pager.acquire(0)
     assert isinstance(caught.value.__cause__, IoError) and caught.value.__cause__.errno == errno.EIO

@@ -41,10 +41,7 @@ def loss(model: torch.nn.Module, step: int, micro: int) -> torch.Tensor:
 
 
 def forked(function: Callable[..., Any], *arguments: Any) -> tuple[Any, int]:
-    """Call `function` in a process that has imported torch and done nothing yet: its result and peak RSS in bytes.
-
-    As `peak_memory` does, in a tenth of the time. Its peak begins with what it has at its start.
-    """
+    """Call `function` in a process that has imported torch and done nothing yet: its result and peak RSS in bytes."""
     return peak_in(processes(), function, *arguments)
 
 

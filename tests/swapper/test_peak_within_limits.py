@@ -22,6 +22,7 @@ from offload.errors import BudgetError
 from offload.losses import chunk_loss_of
 from offload.planner.predict_run import step_of
 from offload.sizes import MIB
+from tests.support import models
 from tests.support.oracle import processes
 from tests.support.processes.memory_limit import memory_limit
 from tests.support.processes.process_measures import resident
@@ -31,18 +32,8 @@ HIDDEN, TOKENS = 64, 16
 
 
 def llama(words: int, tied: bool) -> Any:
-    return transformers.LlamaForCausalLM(
-        transformers.LlamaConfig(
-            vocab_size=words,
-            hidden_size=HIDDEN,
-            intermediate_size=128,
-            num_hidden_layers=2,
-            num_attention_heads=4,
-            num_key_value_heads=4,
-            tie_word_embeddings=tied,
-            use_cache=False,
-        )
-    )
+    sizes = models.WIDTHS | {"hidden_size": HIDDEN, "intermediate_size": 128, "vocab_size": words}
+    return transformers.LlamaForCausalLM(transformers.LlamaConfig(**sizes, tie_word_embeddings=tied, use_cache=False))
 
 
 def settings(folder: Path, dtype: str, **budgets: Any) -> dict[str, Any]:

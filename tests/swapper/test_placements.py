@@ -37,10 +37,7 @@ JOBS = {
 
 
 @pytest.mark.sample(1)
-@pytest.mark.parametrize(
-    ("name", "dtype"),
-    [(name, dtype) for name in JOBS for dtype in ("fp32", "bf16")],
-)
+@pytest.mark.parametrize(("name", "dtype"), [(name, dtype) for name in JOBS for dtype in ("fp32", "bf16")])
 def test_same_bits_everywhere(name: str, dtype: str, tmp_path: Path) -> None:
     job = JOBS[name]._replace(dtype=dtype)
     same_bits(job, tmp_path)

@@ -8,22 +8,21 @@ from typing import Any
 
 import pytest
 import torch
-from torch import nn
 from torch.autograd.graph import saved_tensors_hooks
 
 import offload
 from offload import testing
-from offload.errors import EngineFailed, UsageError
+from offload.errors import UsageError
 from offload.sizes import PAGE
 from offload.swapper.memory.device import Device
 from offload.swapper.memory.device_arena import DeviceArena, ViewedMemory, ViewPlaces
 from offload.torch_internals import StorageUsers, top_saved_tensor_hooks
-from tests.models.test_autograd import LAYERS, ShowsItsHead
-from tests.models.test_module_kinds import MEMORY, Clamped, Replaced
+from tests.models.test_autograd import LAYERS
+from tests.models.test_module_kinds import MEMORY
 from tests.support import models
 from tests.support.modules.autograd_modules import KeepsViews
 from tests.support.modules.module_kinds import Layers
-from tests.support.oracle import Job, assert_same, config, room_for, run, start, train_step
+from tests.support.oracle import assert_same, config, room_for, run, start, train_step
 
 PAGED = ("nvme", "cpu")
 
@@ -33,17 +32,6 @@ def engine(tmp_path: Path) -> Any:
     engine = start(LAYERS, MEMORY, tmp_path)
     yield engine
     engine.destroy(remove=True)
-
-
-def test_a_graph_of_old_weights_is_refused_and_harms_nothing(engine: offload.Engine, tmp_path: Path) -> None:
-    old = LAYERS.loss(engine, 9, 0)
-    losses = [train_step(engine, LAYERS, 0)]
-    with pytest.raises(UsageError, match=r"made before step\(\)") as refused:
-        engine.backward(old)
-    assert "modified by an inplace operation" in str(refused.value.__cause__)
-    engine.zero_grad()
-    losses += [train_step(engine, LAYERS, step) for step in range(1, LAYERS.steps)]
-    assert losses == run(LAYERS, MEMORY, tmp_path / "plain").losses
 
 
 def test_a_graph_from_before_an_edit_is_refused(engine: offload.Engine) -> None:
@@ -103,29 +91,6 @@ def test_a_graph_that_holds_views_may_outlive_the_step(tmp_path: Path) -> None:
         losses.append(loss.item())
     engine.destroy(remove=True)
     assert losses == run(job, MEMORY, tmp_path / "other").losses[:2]
-
-
-def test_an_output_that_is_a_weight_is_a_copy(tmp_path: Path) -> None:
-    job = LAYERS._replace(model=ShowsItsHead)
-    engine = start(job, MEMORY, tmp_path)
-    seen = []
-    for step in range(2):
-        logits, weight = engine(models.tokens(step, 0, (4, 16), 61))
-        engine.backward(logits.square().mean() + weight.square().mean())
-        engine.step()
-        seen.append(weight)
-    assert not torch.equal(seen[0], seen[1])
-    engine.destroy(remove=True)
-
-
-@pytest.mark.parametrize("model", [Clamped, Replaced])
-def test_a_weight_changed_in_a_forward_is_refused(model: Callable[[], nn.Module], tmp_path: Path) -> None:
-    engine = start(Job(model, models.mixture_loss), MEMORY, tmp_path)
-    with pytest.raises(UsageError, match=r"layers\.0\.weight was changed in place"):
-        train_step(engine, Job(model, models.mixture_loss), 0)
-    with pytest.raises(EngineFailed):
-        engine.step()
-    engine.destroy()
 
 
 def test_an_evaluation_in_inference_mode_may_come_first(engine: offload.Engine, tmp_path: Path) -> None:

@@ -22,7 +22,6 @@ from tests.support import models
 from tests.support.trainer_runs import (
     FEW,
     MEMORY,
-    Run,
     Texts,
     arguments,
     assert_close,
@@ -34,6 +33,7 @@ from tests.support.trainer_runs import (
     seeded,
     stock,
 )
+from tests.trainers.test_trainer_checkpoints import broken_off, resumed
 
 SMALL = {**models.DECODER, "max_position_embeddings": 64, "use_cache": False}
 
@@ -271,37 +271,13 @@ class OwnLossOfNothing(OffloadTrainer):
 # -- resumed ------------------------------------------------------------------------------------------
 
 
-def saving(folder: Path, **more: Any) -> OffloadTrainer:
-    """Returns a Trainer of six steps that saves every second one."""
-    return OffloadTrainer(
-        model=seeded(models.llama),
-        args=arguments(folder, save_strategy="steps", save_steps=2),
-        train_dataset=Texts(FEW),
-        offload_config=config(folder),
-        **more,
-    )
-
-
-class Break(transformers.TrainerCallback):
-    """Ends a training after its third step, as a kill would."""
-
-    def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
-        control.should_training_stop = state.global_step == 3
+LLAMA = {"model": models.llama}
 
 
 def begun(folder: Path, **more: Any) -> Path:
     """Trains three steps, and returns the checkpoint of the second."""
-    with ended(saving(folder, **more)) as mine:
-        mine.add_callback(Break)
-        mine.train()
+    broken_off(folder, 3, **LLAMA, **more)
     return folder / "out" / "checkpoint-2"
-
-
-def trained(folder: Path, checkpoint: Path | None = None, **more: Any) -> Run:
-    """Trains six steps, or those after a checkpoint."""
-    with ended(saving(folder, **more)) as mine:
-        mine.train(resume_from_checkpoint=None if checkpoint is None else str(checkpoint))
-        return result(mine)
 
 
 @pytest.mark.slow
@@ -310,12 +286,12 @@ def test_a_resumed_run_computes_its_loss_as_it_began(
 ) -> None:
     """One that began with all logits stays with them, bit for bit, unless the script asks for chunks."""
     caplog.set_level(logging.INFO, "offload")
-    in_chunks, at_once = trained(tmp_path / "chunks"), trained(tmp_path / "all", chunked_loss=False)
+    in_chunks, at_once = (offloaded(tmp_path / str(way), **LLAMA, chunked_loss=way) for way in (None, False))
     assert in_chunks.logs != at_once.logs, "the roundings differ, so that the bits tell which loss it was"
-    assert_same(trained(tmp_path / "a", begun(tmp_path / "b")), in_chunks)
+    assert_same(resumed(tmp_path / "a", begun(tmp_path / "b"), **LLAMA), in_chunks)
     old = begun(tmp_path / "c", chunked_loss=False)
     calls.clear()
-    assert_same(trained(tmp_path / "d", old), at_once)
+    assert_same(resumed(tmp_path / "d", old, **LLAMA), at_once)
     assert not calls and "not computed in chunks of tokens: the run has begun with all logits" in caplog.text
-    trained(tmp_path / "e", old, chunked_loss=True)
+    resumed(tmp_path / "e", old, **LLAMA, chunked_loss=True)
     assert calls

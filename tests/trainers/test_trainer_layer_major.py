@@ -19,44 +19,26 @@ from tests.support.trainer_runs import (
     MEMORY,
     Run,
     Texts,
-    arguments,
     assert_close,
     assert_same,
     config,
     ended,
     offloaded,
     result,
-    seeded,
     stock,
     unbroken,
 )
+from tests.support.trainer_runs import trainer as any_trainer
 
 LAYERED, ONE_BY_ONE = "layer_major", "micro_batch_major"
 BY_FOUR = {"gradient_accumulation_steps": 4, "per_device_train_batch_size": 1}
 """Ten rows are two steps of four micro-batches and one of two: one epoch."""
 
 
-def trainer(
-    folder: Path,
-    schedule: str,
-    model: Any = models.shallow,
-    kind: Any = OffloadTrainer,
-    blocks: Any = None,
-    chunked_loss: bool | None = None,
-    more: Any = None,
-    **changed: Any,
-) -> Any:
+def trainer(folder: Path, schedule: str, model: Any = models.shallow, blocks: Any = None, **changed: Any) -> Any:
     """Returns a Trainer with a schedule; the data are `FEW` rows."""
-    content = config(folder, DISK, **blocks or {})
-    content["offload"] |= {"schedule": schedule} | (more or {})
-    return kind(
-        model=seeded(model),
-        args=arguments(folder, **{"num_train_epochs": 1} | BY_FOUR | changed),
-        train_dataset=Texts(FEW),
-        eval_dataset=Texts(5),
-        offload_config=content,
-        chunked_loss=chunked_loss,
-    )
+    content = {**(blocks or {}), "offload": config(folder)["offload"] | {"schedule": schedule}}
+    return any_trainer(folder, DISK, model, content, FEW, **{"num_train_epochs": 1} | BY_FOUR | changed)
 
 
 def trained(folder: Path, schedule: str, **changed: Any) -> Run:

@@ -15,7 +15,6 @@ from torch import nn
 import offload
 from offload import testing
 from offload.activations.kept_inputs import KeptInputs
-from offload.sizes import align_up
 from tests.support.oracle import Job, start
 
 TIERS = ("device", "cpu", "nvme", "auto")
@@ -121,8 +120,3 @@ def running(job: Job, folder: Path, placement: tuple[str, str] = MEMORY, **optio
         yield engine
     finally:
         engine.destroy(remove=True)
-
-
-def pages(nbytes: int) -> int:
-    """Returns the bytes of a block or a slot for an input of `nbytes`."""
-    return align_up(nbytes)

@@ -21,15 +21,9 @@ def mixtral(experts: int = 8) -> nn.Module:
 
 
 def qwen(experts: int = 8, layers: int = 2, per_token: int = 2) -> nn.Module:
-    return transformers.Qwen3MoeForCausalLM(
-        transformers.Qwen3MoeConfig(
-            **{**DECODER, "num_hidden_layers": layers},
-            head_dim=8,
-            moe_intermediate_size=48,
-            num_experts=experts,
-            num_experts_per_tok=per_token,
-        )
-    )
+    stacks = {"moe_intermediate_size": 48, "num_experts": experts, "num_experts_per_tok": per_token}
+    sizes = DECODER | {"num_hidden_layers": layers}
+    return transformers.Qwen3MoeForCausalLM(transformers.Qwen3MoeConfig(**sizes, **stacks, head_dim=8))
 
 
 def gpt_oss(experts: int = 8) -> nn.Module:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import gc
 import logging
-import multiprocessing
 import os
 import weakref
 from collections.abc import Callable
@@ -68,11 +67,6 @@ def _measured(function: Callable[..., Any], arguments: tuple[Any, ...], pipe: An
     value = function(*arguments)
     gc.collect()
     pipe.send((value, peak_rss()))
-
-
-def peak_memory(function: Callable[..., Any], *arguments: Any) -> tuple[Any, int]:
-    """Calls `function` in a fresh process, and returns its result and that process's peak RSS in bytes."""
-    return peak_in(multiprocessing.get_context("spawn"), function, *arguments)
 
 
 def peak_in(context: Any, function: Callable[..., Any], *arguments: Any) -> tuple[Any, int]:

@@ -14,7 +14,7 @@ import offload
 from tests.support import models
 from tests.support.oracle import Job, Result, config
 from tests.support.ranks.rank_pool import rank_and_size
-from tests.support.ranks.tensor_parallel import Block
+from tests.support.ranks.tensor_parallel import Block, all_weights
 
 VOCABULARY = 61
 
@@ -160,13 +160,7 @@ def steps(engine: offload.Engine, job: Job, plan: Plan, first: int, last: int) -
 
 def weights_of(engine: offload.Engine) -> dict[str, torch.Tensor]:
     """Returns the weights of this rank's stages by their names in the whole model."""
-    state = engine.module.state_dict()
-    return {name.partition(".")[2]: _whole(value) for name, value in state.items()}
-
-
-def _whole(value: torch.Tensor) -> torch.Tensor:
-    full = getattr(value, "full_tensor", None)
-    return value.clone() if full is None else full()
+    return {name.partition(".")[2]: value for name, value in all_weights(engine).items()}
 
 
 def train(job: Job, plan: Plan, placement: tuple[str, str], folder: Path, **options: Any) -> Result:

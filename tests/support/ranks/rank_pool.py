@@ -25,7 +25,8 @@ import torch
 import torch.distributed as dist
 
 import offload
-from tests.support.oracle import Job, Result, config, processes, weights_of
+from tests.support.oracle import Job, Result, processes, weights_of
+from tests.support.oracle import start as start
 
 _ports = itertools.count()
 
@@ -112,6 +113,14 @@ class RankPool:
         assert not wrong, "\n".join(wrong)
         return [answer for _, answer in answers]
 
+    def run_to_the_death(self, function: Callable[..., Any], *arguments: Any) -> None:
+        """Runs a function that ends every process; the next call starts others."""
+        with contextlib.suppress(AssertionError, EOFError, OSError):
+            self.run(function, *arguments)
+        for process in self.processes:
+            process.join(60)
+        assert not self.alive()
+
     def alive(self) -> bool:
         """Tells whether every rank runs, as far as its process is concerned."""
         return all(process.is_alive() for process in self.processes)
@@ -170,28 +179,32 @@ def rank_and_size() -> tuple[int, int]:
     return int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
 
 
-def start(job: Job, placement: tuple[str, str], folder: Path, **options: Any) -> offload.Engine:
-    """Starts an engine on this rank, for a job whose loss takes this rank's rows of every batch."""
-    torch.manual_seed(job.seed)
-    return offload.initialize(model=job.model(), config=config(job, placement, folder, **options))[0]
+def steps(
+    engine: offload.Engine,
+    job: Job,
+    first: int,
+    last: int,
+    weights: Callable[[offload.Engine], dict[str, torch.Tensor]] = weights_of,
+) -> Result:
+    """Trains steps [first, last) on this rank; losses are the mean over all ranks."""
+    losses, norms = [], []
+    for step in range(first, last):
+        loss = mean = 0.0
+        for micro in range(job.accumulation):
+            part = job.loss(engine, step, micro)
+            engine.backward(part)
+            loss += float(part.detach()) / job.accumulation
+            mean = engine.mean(loss) if micro == job.accumulation - 1 else 0.0
+            engine.step()
+        losses.append(mean)
+        norms.append(engine.get_global_grad_norm() or 0.0)
+    return Result(losses, norms, weights(engine))
 
 
 def train(job: Job, placement: tuple[str, str], folder: Path, **options: Any) -> Result:
     """Trains `job` to its end and removes the store; losses are the mean over all ranks."""
     engine = start(job, placement, folder, **options)
     try:
-        losses, norms = [], []
-        for step in range(job.steps):
-            loss = 0.0
-            for micro in range(job.accumulation):
-                part = job.loss(engine, step, micro)
-                engine.backward(part)
-                loss += float(part.detach()) / job.accumulation
-                mean = engine.mean(loss) if micro == job.accumulation - 1 else 0.0
-                engine.step()
-            losses.append(mean)
-            norms.append(engine.get_global_grad_norm() or 0.0)
-        weights = weights_of(engine)
+        return steps(engine, job, 0, job.steps)
     finally:
         engine.destroy(remove=True)
-    return Result(losses, norms, weights)

@@ -12,27 +12,21 @@ from torch import nn
 
 import offload
 from tests.support import models
-from tests.support.oracle import Job, Result, config, weights_of
+from tests.support.oracle import Job, Result
+from tests.support.ranks import rank_pool
 from tests.support.ranks.rank_pool import rank_and_size
 
 IGNORED = -100
 
 
+SIZES = models.DECODER | {"hidden_size": 64, "intermediate_size": 128, "max_position_embeddings": 64}
+
+
 def llama(heads_of_keys: int = 2, attention: str = "sdpa", checkpointed: bool = False, *, heads: int = 4) -> nn.Module:
     from transformers import LlamaConfig, LlamaForCausalLM
 
-    model = LlamaForCausalLM(
-        LlamaConfig(
-            hidden_size=16 * heads,
-            intermediate_size=128,
-            num_hidden_layers=2,
-            num_attention_heads=heads,
-            num_key_value_heads=heads_of_keys,
-            vocab_size=128,
-            max_position_embeddings=64,
-            attn_implementation=attention,
-        )
-    )
+    shape = {"hidden_size": 16 * heads, "num_attention_heads": heads, "num_key_value_heads": heads_of_keys}
+    model = LlamaForCausalLM(LlamaConfig(**SIZES | shape, attn_implementation=attention))
     if checkpointed:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", FutureWarning)  # a new name is coming; users have the old one
@@ -44,19 +38,8 @@ def sliding(attention: str) -> nn.Module:
     """Returns a Mistral each of whose tokens sees ten."""
     from transformers import MistralConfig, MistralForCausalLM
 
-    return MistralForCausalLM(
-        MistralConfig(
-            hidden_size=64,
-            intermediate_size=128,
-            num_hidden_layers=2,
-            num_attention_heads=4,
-            num_key_value_heads=4,
-            vocab_size=128,
-            max_position_embeddings=64,
-            sliding_window=10,
-            attn_implementation=attention,
-        )
-    )
+    shape = SIZES | {"num_key_value_heads": 4, "sliding_window": 10}
+    return MistralForCausalLM(MistralConfig(**shape, attn_implementation=attention))
 
 
 def chunked() -> nn.Module:
@@ -103,31 +86,9 @@ JOBS = {
 
 def start(job: Job, size: int, placement: tuple[str, str], folder: Path, **options: Any) -> offload.Engine:
     """Starts an engine on this rank, `size` of which share each sequence."""
-    torch.manual_seed(job.seed)
-    content = {**config(job, placement, folder, **options), "sequence_parallel_size": size}
-    return offload.initialize(model=job.model(), config=content)[0]
-
-
-def steps(engine: offload.Engine, job: Job, first: int, last: int) -> Result:
-    """Trains steps [first, last); losses are the mean over all ranks."""
-    losses, norms = [], []
-    for step in range(first, last):
-        loss = 0.0
-        for micro in range(job.accumulation):
-            part = job.loss(engine, step, micro)
-            engine.backward(part)
-            loss += float(part.detach()) / job.accumulation
-            if micro == job.accumulation - 1:
-                losses.append(engine.mean(loss))
-            engine.step()
-        norms.append(engine.get_global_grad_norm() or 0.0)
-    return Result(losses, norms, weights_of(engine))
+    return rank_pool.start(job._replace(sequence=size), placement, folder, **options)
 
 
 def train(job: Job, size: int, placement: tuple[str, str], folder: Path, **options: Any) -> Result:
     """Trains `job` to its end on this rank, and removes the run."""
-    engine = start(job, size, placement, folder, **options)
-    try:
-        return steps(engine, job, 0, job.steps)
-    finally:
-        engine.destroy(remove=True)
+    return rank_pool.train(job._replace(sequence=size), placement, folder, **options)

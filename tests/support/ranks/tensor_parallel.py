@@ -15,6 +15,7 @@ from torch import nn
 import offload
 from tests.support import models
 from tests.support.oracle import Job, Result, config
+from tests.support.ranks import rank_pool
 from tests.support.ranks.rank_pool import rank_and_size
 
 KEYS = ("autotp", "experts")
@@ -48,61 +49,28 @@ class Net(nn.Module):
         return self.head(self.norm(x))
 
 
+SIZES = models.DECODER | {"intermediate_size": 48, "vocab_size": 61, "max_position_embeddings": 32}
+
+
 def llama() -> nn.Module:
     from transformers import LlamaConfig, LlamaForCausalLM
 
-    return LlamaForCausalLM(
-        LlamaConfig(
-            vocab_size=61,
-            hidden_size=32,
-            intermediate_size=48,
-            num_hidden_layers=2,
-            num_attention_heads=4,
-            num_key_value_heads=2,
-            max_position_embeddings=32,
-            tie_word_embeddings=False,
-        )
-    )
+    return LlamaForCausalLM(LlamaConfig(**SIZES, tie_word_embeddings=False))
 
 
 def qwen3(tied: bool = False) -> nn.Module:
     """A model of transformers with a norm over each head, whose gradient is a sum over the ranks."""
     from transformers import Qwen3Config, Qwen3ForCausalLM
 
-    return Qwen3ForCausalLM(
-        Qwen3Config(
-            vocab_size=61,
-            hidden_size=32,
-            intermediate_size=48,
-            num_hidden_layers=2,
-            num_attention_heads=4,
-            num_key_value_heads=2,
-            head_dim=8,
-            max_position_embeddings=32,
-            tie_word_embeddings=tied,
-        )
-    )
+    return Qwen3ForCausalLM(Qwen3Config(**SIZES, head_dim=8, tie_word_embeddings=tied))
 
 
 def mixture(experts: int = 4, chosen: int = 2) -> nn.Module:
     """A model of transformers with stacked experts."""
     from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
 
-    return Qwen3MoeForCausalLM(
-        Qwen3MoeConfig(
-            vocab_size=61,
-            hidden_size=32,
-            intermediate_size=48,
-            moe_intermediate_size=16,
-            num_experts=experts,
-            num_experts_per_tok=chosen,
-            num_hidden_layers=2,
-            num_attention_heads=4,
-            num_key_value_heads=2,
-            head_dim=8,
-            max_position_embeddings=32,
-        )
-    )
+    stacks = {"num_experts": experts, "num_experts_per_tok": chosen, "moe_intermediate_size": 16}
+    return Qwen3MoeForCausalLM(Qwen3MoeConfig(**SIZES, **stacks, head_dim=8))
 
 
 def plan(name: str) -> dict[str, Any]:
@@ -196,18 +164,12 @@ def start(
 
 def steps(engine: offload.Engine, job: Job, size: int, first: int, last: int) -> Result:
     """Runs steps [first, last); losses are the mean over the rows, weights are whole."""
-    losses, norms = [], []
-    for step in range(first, last):
-        loss = 0.0
-        for micro in range(job.accumulation):
-            part = row_loss(engine, step, micro, size)
-            engine.backward(part)
-            loss += float(part.detach()) / job.accumulation
-            if micro == job.accumulation - 1:
-                losses.append(engine.mean(loss))
-            engine.step()
-        norms.append(engine.get_global_grad_norm() or 0.0)
-    return Result(losses, norms, {name: whole(value) for name, value in engine.module.state_dict().items()})
+    return rank_pool.steps(engine, job._replace(loss=functools.partial(row_loss, size=size)), first, last, all_weights)
+
+
+def all_weights(engine: offload.Engine) -> dict[str, torch.Tensor]:
+    """Returns the whole of each divided weight."""
+    return {name: whole(value) for name, value in engine.module.state_dict().items()}
 
 
 def train(job: Job, name: str, size: int, placement: tuple[str, str], folder: Path, **options: Any) -> Result:
