@@ -26,6 +26,7 @@ from offload.presets import PRESETS
 from offload.report.links import Span
 from offload.sizes import GIB
 from tests.support.drives import filesystems
+from tests.support.processes import warm_process
 
 WITHOUT_GPU = pytest.mark.skipif(torch.cuda.is_available(), reason="there is a CUDA device")
 TINY = card.Kind(("gpt2-tiny",), 16, (1,), 2, "gpt2-tiny", "gpt2-tiny", (1, 16), 1e8, {card.TEXT: 1.0, card.PEERS: 1.0})
@@ -50,6 +51,27 @@ FIGURES: dict[str, Any] = {
 def probed(folder: Path) -> Probed:
     machine = {"gpu": None, "gpu_memory_bytes": 0, "processor": "a processor", "cores": 2}
     return Probed(machine, RATES, (DriveRates(str(folder), "sda", 2e9, 1e9, 1e9),), "2026-11-29", 1.0)
+
+
+@WITHOUT_GPU
+@pytest.mark.slow  # the whole command, in six processes; its parts have tests of their own
+def test_a_row_and_a_run_that_is_killed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, value in {"CPU": TINY, "STEPS": 4, "KILLED_AFTER": 2, "_PROBE_SECONDS": 0.2, "_TIMED": 1}.items():
+        monkeypatch.setattr(card, name, value)
+    monkeypatch.setattr(sys, "executable", str(warm_process.commands(tmp_path / "bin") / "python"))
+    folder, output = tmp_path / "drive", tmp_path / "card.json"
+    folder.mkdir()
+    words = ["--only", "text", "--only", "gpt2-tiny", "--output", str(output)]
+    done = CliRunner().invoke(app, ["bench", "card", str(folder), *words])
+    assert done.exit_code == 0, done.output
+    found = json.loads(output.read_text())
+    assert found["text"]["equal_bits"] and 0 < found["text"]["resumed_after"] <= 2
+    assert found["text"]["largest_difference"] < 1e-2
+    (row,) = found["rows"]
+    divided = row["figures"]["divided"]
+    assert divided["compute"] > 0 and row["resources"].keys() == {"products", "AdamW", "drive"}
+    assert "equal bits of losses and weights" in done.output and "gpt2-tiny: predicted" in done.output
+    assert list(folder.iterdir()) == [], "the folder is as it was"
 
 
 @pytest.mark.parametrize(

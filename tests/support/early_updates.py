@@ -25,12 +25,17 @@ def counts(engine: offload.Engine) -> SpeculationCounts:
     return worker_of(engine).offers.counts
 
 
+def finish_step_before(engine: offload.Engine) -> None:
+    """Waits for the updates and the commit of the step before: until then no update begins under a backward."""
+    testing.settle(engine)
+
+
 def backward(engine: Any, loss: torch.Tensor, retain_graph: bool = False) -> None:
     """Runs a backward under which, on an engine, all updates begin and end that may begin."""
     if isinstance(engine, PlainEngine):
         engine.backward(loss, retain_graph=retain_graph)
         return
-    testing.settle(engine)  # until the commit of the step before no update begins under a backward
+    finish_step_before(engine)
     engine.backward(loss, retain_graph=retain_graph)
     testing.settle_early_updates(engine)
 

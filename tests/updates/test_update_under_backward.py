@@ -23,7 +23,7 @@ from offload.sizes import MIB, format_size
 from offload.swapper.store import Shortage
 from tests.support import models
 from tests.support.drives.fault_injection import LateQueue, die, die_after_writes, use_queue
-from tests.support.early_updates import backward, counts, train_step
+from tests.support.early_updates import backward, counts, finish_step_before, train_step
 from tests.support.oracle import (
     Job,
     Result,
@@ -277,7 +277,7 @@ def test_a_backward_that_raises_or_is_dropped_leaves_nothing_of_its_updates(tmp_
                 block = engine.module.transformer.h[0].ln_1
                 handle = block.register_full_backward_hook(functools.partial(burst, engine))
                 loss = JOB.loss(engine, step, 0)
-                testing.settle(engine)
+                finish_step_before(engine)
                 with pytest.raises(ValueError, match="broken"):
                     engine.backward(loss)
                 handle.remove()
@@ -525,7 +525,7 @@ def test_no_byte_is_moved_twice(tmp_path: Path, first: int, fresh_in_memory: ran
                 assert testing.inspect(engine).fresh_units in fresh_in_memory
             engine.step()
             losses.append(float(loss.detach()))
-        testing.settle(engine)
+        finish_step_before(engine)
         after = engine.io_bytes()
         moved.append((after.read - before.read, after.written - before.written))
         assert (counts(engine).hits > 0) is speculate and not counts(engine).misses
@@ -557,7 +557,7 @@ def killed_under_a_backward(job: Job, folder: Path, writes: int, decided: bool, 
         losses.append((train_step(engine, job, step), engine.get_global_grad_norm()))
     (folder / "losses.json").write_text(json.dumps(losses))
     loss = job.loss(engine, KILLED, 0)
-    testing.settle(engine)
+    finish_step_before(engine)
     if not decided:
         die_after_writes(writes)
     engine.backward(loss)
@@ -566,7 +566,7 @@ def killed_under_a_backward(job: Job, folder: Path, writes: int, decided: bool, 
         die_after_writes(writes)
         engine.step()
         engine(models.tokens(KILLED, 0))  # the first call after a step commits it
-        testing.settle(engine)
+        finish_step_before(engine)
     die()
 
 
