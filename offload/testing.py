@@ -526,7 +526,7 @@ POINTS: Mapping[str, Sequence[str]] = {
     "muon.products_in_bf16": ("offload.optimizers.matrices:products_in_bf16",),
     # I/O and files.
     "io.queue": ("offload.engine.assembly:IoQueue",),
-    "io.open_queue": ("offload.engine.assembly:_queue",),
+    "io.open_queue": ("offload.engine.assembly:SharedQueue",),
     "io.close_queue": ("offload.aio.shared_queue:SharedQueue.close",),
     "io.native_queue": ("offload.aio.backend:Queue",),
     "io.read": ("offload.aio.queue:IoQueue.read",),
@@ -543,7 +543,6 @@ POINTS: Mapping[str, Sequence[str]] = {
     "folder.rename": ("offload.distributed.reshard:_rename",),
     "folder.lock": ("offload.swapper.store.folder:DirLock",),
     "folder.sync": ("offload.swapper.store.folder:sync_folder",),
-    "spill.read": ("offload.swapper.store.spill_file:SpillFile.read",),
     "spill.write": ("offload.swapper.store.spill_file:SpillFile.write",),
     # Weights.
     "pager.acquire": ("offload.swapper.pager:Pager.acquire",),
@@ -568,7 +567,6 @@ POINTS: Mapping[str, Sequence[str]] = {
     "gradient.add_small": ("offload.engine.gradient_transfer:SmallGradients.add",),
     "gradient.begin_download": ("offload.engine.gradient_transfer:DeviceToHost._begin",),
     "gradient.drain": ("offload.engine.gradient_transfer:DeviceToHost.drain",),
-    "gradient.downloads": ("offload.engine.assembly:_downloads",),
     "gradient.spill": ("offload.engine.gradient_transfer:DiskSpill._write",),
     "input.fetch": ("offload.activations.kept_inputs:KeptInputs.fetch",),
     "input.take": ("offload.activations.kept_inputs:HostBlocks.take",),

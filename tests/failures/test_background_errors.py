@@ -182,8 +182,8 @@ def test_a_start_that_fails_leaves_nothing(point: str, tmp_path: Path, monkeypat
     opened: set[SharedQueue] = set()
     job = models.GPT2._replace(model=lambda: made.append(models.GPT2.model()) or made[-1])
 
-    def opens(open_queue: Callable[..., SharedQueue], *arguments: Any) -> SharedQueue:
-        opened.add(queue := open_queue(*arguments))
+    def opens(open_queue: Callable[..., SharedQueue], *arguments: Any, **options: Any) -> SharedQueue:
+        opened.add(queue := open_queue(*arguments, **options))
         return queue
 
     def closes(close: Callable[[SharedQueue], None], queue: SharedQueue) -> None:
