@@ -51,6 +51,7 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge
 from offload.activations.checkpoints import without_cache
 from offload.engine.callbacks import EngineCallbacks, Extension
 from offload.engine.gradients import GradientAccumulator
+from offload.engine.micro_batches import PassSchedule
 from offload.engine.params import handle_of
 from offload.engine.shards import LocalShards, PartitionSum, checksum
 from offload.errors import AuditError
@@ -191,13 +192,14 @@ class RandomAudit(Extension):
         callbacks: EngineCallbacks,
         shards: LocalShards,
         gradients: GradientAccumulator,
+        schedule: PassSchedule,
         exact: bool,
     ) -> None:
         """Installs hooks on `blocks`, names in `modules`; a step has `micro_batches`.
 
         `exact` is False if ranks gather codes of weights: the weights on the device then have other bits.
         """
-        self._exact, self._gradients = exact, gradients
+        self._exact, self._gradients, self._schedule = exact, gradients, schedule
         self._names, self._modules, self._shards = list(blocks), [modules[name] for name in blocks], shards
         self._inside: list[set[int]] = [set() for _ in blocks]
         """The units with parameters of each block."""
@@ -217,6 +219,8 @@ class RandomAudit(Extension):
         self._calls = 0
         """Calls of the chosen block in this step."""
         self._call: _Call | None = None
+        self._turn = 0
+        """Micro-batch of the audited call, where micro-batches take turns."""
         self._open: int | None = None
         """Thread of the audited call while it runs forward: where micro-batches take turns, others come in between."""
         self._removers: list[Callable[[], None]] = []
@@ -262,7 +266,7 @@ class RandomAudit(Extension):
         self._calls += 1
         if self._calls == self._choice.micro_batch + 1:
             self._call = _Call(self._modules[position], args, kwargs, self._device)
-            self._open = threading.get_ident()
+            self._turn, self._open = self._schedule.micro_batch, threading.get_ident()
 
     @uninterrupted
     def _end(self, position: int, output: Any) -> None:
@@ -300,11 +304,11 @@ class RandomAudit(Extension):
             for name, parameter in parameters.items():
                 self._removers.append(parameter.register_hook(self._recorder(call, name)).remove)
 
-    @staticmethod
-    def _recorder(call: _Call, name: str) -> Callable[[torch.Tensor], None]:
+    def _recorder(self, call: _Call, name: str) -> Callable[[torch.Tensor], None]:
         @uninterrupted
         def record(gradient: torch.Tensor) -> None:
-            if name not in call.first:  # those of later micro-batches are not compared
+            # Earlier micro-batches may pass the block first, if they take turns; those of later ones are not compared.
+            if self._schedule.micro_batch == self._turn and name not in call.first:
                 call.first[name] = _checksum(gradient)
 
         return record

@@ -1063,8 +1063,10 @@ class GradientAccumulator:
             self._squares[unit] = {}
             self._checksums.get(unit, {}).clear()
             self.totals.forget(unit)
-            self._host.narrow(unit)
-            self._host.drop_kept(unit)
+            # calling thread: `zero_grad()` follows `step()` in many loops, whose updates go on; `free` ends these.
+            if unit not in self._reading:
+                self._host.narrow(unit)
+                self._host.drop_kept(unit)
 
     def forget(self) -> None:
         """Drops every gradient that no update has taken, on all ranks together."""

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import threading
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -11,11 +13,12 @@ from torch import nn
 from torch.nn.utils.clip_grad import __file__ as clip_grad_file
 
 import offload
+from offload import testing
 from offload.engine._native import GradientHook
 from offload.errors import UsageError
 from offload.torch_internals import plain_tensors
 from tests.support import models
-from tests.support.oracle import run, start, train_step
+from tests.support.oracle import Job, assert_same, run, start, train_step
 
 JOB = models.MIXTURE._replace(accumulation=1)
 
@@ -99,6 +102,56 @@ def test_libraries_that_look_for_themselves_are_no_reason(tmp_path: Path, caplog
     engine.step()
     assert not lines(caplog)
     engine.destroy(remove=True)
+
+
+WAITING: dict[str, tuple[Job, dict[str, Any]]] = {
+    "in autograd's tensors": (JOB._replace(steps=3), {}),
+    "in fp32, beside 16 bits": (
+        models.GPT2._replace(dtype="bf16", accumulation=2, steps=3),
+        {"schedule": "layer_major", "gradients": "16bit"},
+    ),
+}
+
+
+@pytest.mark.parametrize("call", [offload.Engine.zero_grad, lambda engine: engine.module.zero_grad()])
+@pytest.mark.parametrize("name", WAITING)
+def test_zero_grad_after_a_step_leaves_the_gradients_that_its_updates_read(
+    name: str, call: Callable[[offload.Engine], Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Loops of plain PyTorch call it after each step, or before each backward."""
+    testing.replace(monkeypatch, "size.kept_gradient", 1)
+    job, options = WAITING[name]
+    may_read, waits, loop = threading.Event(), threading.Event(), threading.current_thread()
+
+    def read(real: Callable[..., Any], *arguments: Any, **more: Any) -> Any:
+        if threading.current_thread() is not loop and not may_read.is_set():
+            waits.set()
+            assert may_read.wait(60)
+        return real(*arguments, **more)
+
+    def step(engine: Any, job: Job, number: int) -> float:
+        for micro in range(job.accumulation):
+            engine.backward(loss := job.loss(engine, number, micro))
+            if micro + 1 == job.accumulation:
+                may_read.clear()
+                waits.clear()
+            engine.step()
+        assert waits.wait(60), "the update worker waits for its states"
+        call(engine)
+        may_read.set()
+        return float(loss.detach())
+
+    may_read.set()
+    plain = run(job, ("none", "nvme"), tmp_path / "plain", micro_batches_of_a_loop, speculate=False, **options)
+    testing.intercept(monkeypatch, "store.read", read)
+    assert_same(plain, run(job, ("none", "nvme"), tmp_path / "zeroed", step, speculate=False, **options))
+
+
+def micro_batches_of_a_loop(engine: Any, job: Job, number: int) -> float:
+    for micro in range(job.accumulation):
+        engine.backward(loss := job.loss(engine, number, micro))
+        engine.step()
+    return float(loss.detach())
 
 
 class Passes:
