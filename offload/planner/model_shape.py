@@ -231,7 +231,8 @@ class Shape(NamedTuple):
                 layouts.append(layout)
                 continue
             one, (stack, _, group) = _of_experts(layout, 1, count), layout.name.rpartition("[")
-            first, end = int(group.partition(":")[0]), group.partition("]")[2]
+            numbers, _, end = group.partition("]")  # "0:32", or "0" of a group that `in_groups` has made
+            first = int(numbers.partition(":")[0])
             layouts += [one._replace(name=f"{stack}[{row}]{end}") for row in range(first, first + count)]
         return self._moved(layouts, places, of_unit=1)
 

@@ -101,6 +101,8 @@ def test_experts_that_a_sequence_visits_anyway_are_counted_in_groups(tmp_path: P
     assert of_groups.memory.device == of_fine.memory.device and of_groups.activations == of_fine.activations
     assert of_groups.timing.moved.written == pytest.approx(of_fine.timing.moved.written, rel=0.02)
     few = from_name(str(tmp_path), 2)
+    single, counted = groups.by_expert(), fine.layouts
+    assert [layout.name for layout in single.layouts] == [layout.name for layout in counted]
     assert few.in_groups() is few, "two tokens leave experts out"
 
 

@@ -16,7 +16,7 @@ from typer.testing import CliRunner
 
 from offload import testing
 from offload.cli.main import app
-from offload.errors import IoError
+from offload.errors import IoError, StoreError
 from tests.support.drives.fault_injection import die
 from tests.support.drives.filesystems import disk
 from tests.support.models import GPT2, LORA
@@ -63,6 +63,18 @@ def test_a_fork_goes_on_as_its_origin_does(job: Job, tmp_path: Path) -> None:
     assert_same_tensors(until(tmp_path, 5, job, run="branch", resume="must"), unbroken.weights)
     assert contents(tmp_path / "default") == before, "the branch has trained in files of its own"
     assert_same_tensors(until(tmp_path, 5, job, resume="must"), unbroken.weights)
+
+
+@pytest.mark.parametrize("resume", ["auto", "must", "never"])
+def test_a_fork_whose_records_were_cut_is_damaged_and_no_interrupted_start(resume: str, tmp_path: Path) -> None:
+    """A fork has one commit, as a start that is interrupted in its first one may have."""
+    until(tmp_path, 3)
+    assert command("fork", tmp_path / "default", "branch").exit_code == 0
+    (tmp_path / "branch" / "rank0" / "commit").write_bytes(b"cut")
+    before = contents(tmp_path / "branch")
+    with pytest.raises(StoreError, match=r"no commit record with a valid checksum|did not end"):
+        until(tmp_path, 4, run="branch", resume=resume)
+    assert contents(tmp_path / "branch") == before
 
 
 def test_each_kept_step_can_be_forked(tmp_path: Path) -> None:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import errno
 import fcntl
+import itertools
 import os
 import stat
 import struct
@@ -234,6 +235,10 @@ def make_folders(folders: Sequence[Path]) -> None:
             raise StoreError(f"the swap folder {folder} is not writable; set nvme_path to one that is")
 
 
+_ATTEMPTS = 100
+"""More often than ranks of one machine remove an empty folder."""
+
+
 def _make_folder(folder: Path) -> None:
     """Creates one rank's folder and its missing parents. `sync_names` makes their names durable.
 
@@ -241,7 +246,7 @@ def _make_folder(folder: Path) -> None:
     cannot be created.
     """
     run = folder.parent
-    while True:
+    for attempt in itertools.count():
         run.parent.mkdir(parents=True, exist_ok=True)
         try:
             with contextlib.suppress(FileExistsError):
@@ -262,8 +267,9 @@ def _make_folder(folder: Path) -> None:
                         f"cannot make the swap folder {folder}: {directory} exists and is not a folder; remove it, or "
                         f"choose another run name or another nvme_path"
                     ) from None
-            # Nothing in the way: another rank has just removed the empty folder of an earlier run, so try again.
-            if not isinstance(error, FileNotFoundError):
+            # Nothing in the way: another rank has just removed the empty folder of an earlier run, so try again. Where
+            # no folder can be made, as in /proc, the system says the same each time.
+            if not isinstance(error, FileNotFoundError) or attempt == _ATTEMPTS:
                 raise
 
 

@@ -229,10 +229,14 @@ def was_committed(folder: Path) -> bool:
     """Returns True if a rank's folder holds or must have held a commit; False if at most a start was interrupted.
 
     The first commit is complete before the second commit writes blob 1 and then page 1. So the first commit was
-    interrupted if page 0 is invalid while blob 1 and page 1 are empty. A page of another format counts as a commit.
-    Raises `IoError` if a file exists and cannot be read, because the file may hold a commit.
+    interrupted if page 0 is invalid while blob 1 and page 1 are empty. A page of another format counts as a commit. So
+    does a commit file that was cut: a start writes both pages before the manifest. Raises `IoError` if a file exists
+    and cannot be read, because the file may hold a commit.
     """
-    records = read_records(folder / "commit")
+    data = read_if_any(folder / "commit")
+    if len(data) < 2 * PAGE and (folder / "commit").exists() and (folder / "manifest.json").exists():
+        return True
+    records = unpack_records(data)
     if records.valid or 1 in records.invalid_pages or records.other_format is not None:
         return True
     return any(read_if_any(folder / "blob.1")[:8])
