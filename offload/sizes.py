@@ -155,7 +155,7 @@ def rounded(value: Any) -> Any:
     return float(f"{value:.4g}") if isinstance(value, float) else value
 
 
-_COUNT = re.compile(r"([0-9]+(?:\.[0-9]+)?(?:e\+?[0-9]{1,2})?)(?:([kmgbt])(i?))?", re.IGNORECASE)
+_COUNT = re.compile(r"((?:[0-9]+(?:\.[0-9]+)?|\.[0-9]+)(?:e\+?[0-9]{1,2})?)(?:([kmgbt])(i?))?", re.IGNORECASE)
 
 
 def parse_count(text: str) -> int:

@@ -117,12 +117,13 @@ def test_counts_are_parsed() -> None:
         ("13B", 13e9),
         ("13b", 13e9),
         ("1.5e9", 1.5e9),
+        (".5B", 5e8),
         ("2T", 2e12),
         ("64Mi", 64 * 2**20),
         ("7", 7),
     ):
         assert parse_count(message) == count
-    for message in ("", "nan", "inf", "-3", "0", "0.1", "3 apples", "Mi", "1e999", "9" * 400, "9" * 300 + "T"):
+    for message in ("", "nan", "inf", "-3", "0", "0.1", "3 apples", "Mi", ".", "1e999", "9" * 400, "9" * 300 + "T"):
         with pytest.raises(ConfigError, match="expected a number"):
             parse_count(message)
 

@@ -92,6 +92,11 @@ def test_what_a_removal_that_was_cut_short_has_left_is_no_strangers(drives: list
     assert verified(a / "default") == 0
 
 
+def test_a_start_where_no_folder_can_be_made_ends() -> None:
+    with pytest.raises(StoreError, match=r"cannot make the swap folder /proc/1/.*: No such file or directory; set"):
+        start(JOB, DISK, Path("/proc/1"))
+
+
 def test_one_folder_under_two_names(tmp_path: Path) -> None:
     (tmp_path / "drive").mkdir()
     (tmp_path / "link").symlink_to(tmp_path / "drive")
