@@ -543,6 +543,7 @@ POINTS: Mapping[str, Sequence[str]] = {
     "folder.rename": ("offload.distributed.reshard:_rename",),
     "folder.lock": ("offload.swapper.store.folder:DirLock",),
     "folder.sync": ("offload.swapper.store.folder:sync_folder",),
+    "spill.read": ("offload.swapper.store.spill_file:SpillFile.read",),
     "spill.write": ("offload.swapper.store.spill_file:SpillFile.write",),
     # Weights.
     "pager.acquire": ("offload.swapper.pager:Pager.acquire",),
