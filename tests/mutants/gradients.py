@@ -6,6 +6,13 @@ from tests.mutants.mutant import Mutant
 
 MUTANTS = (
     Mutant(
+        "drop gradients that an update reads",
+        "offload.engine.gradients",
+        "            if unit not in self._reading:\n                self._host.narrow(unit)\n",
+        "            if True:\n                self._host.narrow(unit)\n",
+        "tests/gradients/test_gradients.py",
+    ),
+    Mutant(
         "add a gradient that is set to the one of before",
         "offload.engine.gradients",
         "            self._accumulate(unit, segment, first, values, new=True, complete=True)\n",

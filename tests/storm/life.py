@@ -71,6 +71,7 @@ def live(plan: Plan, number: int, folder: Path, rank: int = 0, port: int = 0) ->
     patches = pytest.MonkeyPatch()
     if plan.pieces:
         small_pieces(patches)
+        testing.replace(patches, "size.kept_gradient", 1)
         testing.replace(patches, "size.gradient_window", 1 << 15)  # a unit of bf24 masters is padded to 4096 elements
     small_inputs_move(patches)
     weather = Weather(plan, number, folder / "runs", spared=rank != number % plan.ranks)
@@ -230,7 +231,10 @@ class _Loop:
         if self._pipeline is not None:
             return self._pipeline.step(step)
         by = train_step if self._plan.options.get("schedule") is None else accumulated_step
-        return by(self._engine, self._job, step)
+        loss = by(self._engine, self._job, step)
+        if step % 2:
+            self._engine.zero_grad()  # as loops of plain PyTorch do, while updates go on
+        return loss
 
     def _once(self, step: int, what: str) -> bool:
         """Returns True the first time that a deed is asked for in this life."""
