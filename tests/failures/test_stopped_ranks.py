@@ -40,9 +40,11 @@ def _error_of(folder: Path, group: MemoryLimit | None) -> str:
             for step in range(1, JOB.steps):
                 train_step(engine, JOB, step)
         finally:
-            engine.destroy()
-            if group is None and rank == 0:
-                os.kill(other, signal.SIGCONT)
+            try:
+                engine.destroy()
+            finally:
+                if group is None and rank == 0:
+                    os.kill(other, signal.SIGCONT)
     return str(caught.value)
 
 
