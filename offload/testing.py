@@ -587,6 +587,7 @@ POINTS: Mapping[str, Sequence[str]] = {
     "ranks.heartbeat_store": ("offload.distributed.process_group:BoundedStore",),
     "ranks.silent": ("offload.distributed.process_group:SILENT",),
     "ranks.blame": ("offload.distributed.process_group:ProcessGroup._blame",),
+    "ranks.gather": ("offload.distributed.process_group:ProcessGroup.gather",),
     "ranks.exchange": ("offload.distributed.process_group:ProcessGroup.exchange",),
     "ranks.reduce": ("offload.distributed.reduce_scatter:ReduceScatterAccumulator.put",),
     "ranks.finish_reduce": ("offload.distributed.reduce_scatter:ReduceScatterAccumulator._finish",),

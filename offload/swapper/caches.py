@@ -7,6 +7,7 @@ limits that the unit's residency and pins set.
 
 from __future__ import annotations
 
+import contextlib
 import functools
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
@@ -18,7 +19,7 @@ import torch
 
 from offload.aio import Priority
 from offload.aio.protocols import Future, wait_for_all
-from offload.errors import BudgetError
+from offload.errors import BudgetError, RankError
 from offload.sizes import PAGE, align_up, format_size
 from offload.states import Tier
 from offload.swapper.memory.allocator import free_regions
@@ -396,7 +397,9 @@ class DeviceCache:
         """Waits for copies in flight, since no use may have waited for them, and releases the device memory."""
         for entry in self._table.entries:
             entry.copied.wait()
-            entry.uploaded.wait()
+            # A gather of a lost rank never ends: the loss is told already, and the gather keeps the memory it fills.
+            with contextlib.suppress(RankError):
+                entry.uploaded.wait()
         self._arena.close()
 
     # -- reads in place -----------------------------------------------------------------------------

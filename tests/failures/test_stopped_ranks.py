@@ -5,7 +5,9 @@ from __future__ import annotations
 import os
 import re
 import signal
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -23,28 +25,35 @@ ENOUGH = 64 << 20
 
 
 def _error_of(folder: Path, group: MemoryLimit | None) -> str:
-    """Trains a step; then rank 0 stops rank 1 for longer than it waits, or rank 1 takes more memory than it may."""
+    """Trains a step; then rank 1 stops in a gather, until rank 0 has ended, or takes more memory than it may."""
     rank, _ = rank_and_size()
     engine = start(JOB, ("nvme", "nvme"), folder)
     (folder / f"process{rank}").write_text(str(os.getpid()))
     train_step(engine, JOB, 0)
     other = int((folder / f"process{1 - rank}").read_text())
-    with pytest.MonkeyPatch.context() as patch, pytest.raises(RankError) as caught:
+    with pytest.MonkeyPatch.context() as patch:
+
+        def stop(gather: Callable[..., Any], *arguments: Any) -> Any:
+            patch.undo()
+            os.kill(os.getpid(), signal.SIGSTOP)
+            return gather(*arguments)
+
         if group is None and rank == 0:
             testing.replace(patch, "ranks.silent", 2.0)
-            os.kill(other, signal.SIGSTOP)
+        if group is None and rank == 1:
+            testing.intercept(patch, "ranks.gather", stop)
         if group is not None and rank == 1:
             group.enter()
             bytearray(4 * ENOUGH)
         try:
-            for step in range(1, JOB.steps):
-                train_step(engine, JOB, step)
+            with pytest.raises(RankError) as caught:
+                for step in range(1, JOB.steps):
+                    train_step(engine, JOB, step)
+            engine.destroy()  # raises nothing more, though a gather of rank 0 is under way
         finally:
-            try:
-                engine.destroy()
-            finally:
-                if group is None and rank == 0:
-                    os.kill(other, signal.SIGCONT)
+            if group is None and rank == 0:
+                os.kill(other, signal.SIGCONT)
+    assert testing.inspect(engine).device_arena.blocks == [], "device memory is left"
     return str(caught.value)
 
 

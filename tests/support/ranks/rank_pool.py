@@ -104,14 +104,17 @@ class RankPool:
         for pipe in self.pipes:
             pipe.send((function, arguments))
         deadline = time.monotonic() + PATIENCE
-        waiting = [rank for rank, pipe in enumerate(self.pipes) if not pipe.poll(max(0.0, deadline - time.monotonic()))]
-        if waiting:
+        answers = {
+            rank: pipe.recv()
+            for rank, pipe in enumerate(self.pipes)
+            if pipe.poll(max(0.0, deadline - time.monotonic()))
+        }
+        wrong = [f"rank {rank}: {answer}" for rank, (right, answer) in answers.items() if not right]
+        if waiting := [rank for rank in range(self.size) if rank not in answers]:
+            wrong.append(f"ranks {waiting} have not come back from {function.__name__} within {PATIENCE} s")
             self._start_anew()
-        assert not waiting, f"ranks {waiting} have not come back from {function.__name__} within {PATIENCE} s"
-        answers = [pipe.recv() for pipe in self.pipes]
-        wrong = [f"rank {rank}: {answer}" for rank, (right, answer) in enumerate(answers) if not right]
         assert not wrong, "\n".join(wrong)
-        return [answer for _, answer in answers]
+        return [answer for _, answer in answers.values()]
 
     def run_to_the_death(self, function: Callable[..., Any], *arguments: Any) -> None:
         """Runs a function that ends every process; the next call starts others."""
