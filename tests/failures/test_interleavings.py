@@ -49,6 +49,13 @@ def test_a_seed_alone_repeats_a_life(tmp_path: Path, name: str) -> None:
     assert len(first.choices) > 10
 
 
+def test_scenarios_with_early_updates_make_some(tmp_path: Path) -> None:
+    for number, scenario in enumerate(SCENARIOS):
+        seeds = range(number, LIVES * len(SCENARIOS), len(SCENARIOS))
+        if scenario.options.get("speculate"):
+            assert any(interleavings.run(seed, tmp_path).early_updates for seed in seeds), scenario.name
+
+
 def test_ranks_notice_a_cut_cable_and_nothing_else_in_any_order() -> None:
     for seed in range(RANKS):
         assert heartbeats.run(Seeded(seed), seed)[0] == [], seed

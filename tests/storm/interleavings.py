@@ -45,8 +45,9 @@ from tests.support.devices.backward_thread import use_backward_thread
 from tests.support.devices.late_device import LateDevice, Ticks, use_device
 from tests.support.drives.power_cut import Cut, Disk, everything, nothing, put, some, some_events
 from tests.support.drives.write_recorder import Done, PlainQueue, Recorder
+from tests.support.early_updates import counts
 from tests.support.least_budget import budget
-from tests.support.oracle import Job, start, train_step, weights_of
+from tests.support.oracle import Job, start, weights_of
 
 # -- the world -------------------------------------------------------------------------------------------
 
@@ -238,6 +239,10 @@ class Scenario(NamedTuple):
     width: int = 24
     """Of a layer."""
     accumulation: int = 1
+    keeps: bool = False
+    """True to keep gradients of any size where autograd has made them, as those of large parameters are."""
+    evaluates: bool = False
+    """True to evaluate in every other step before its `step()`, where an early update has replaced weights."""
     steps: int = 6
 
     @property
@@ -250,13 +255,34 @@ class Scenario(NamedTuple):
         model, loss = functools.partial(_Layers, self.width), functools.partial(_loss, self.width)
         return Job(model, loss, steps=self.steps, accumulation=self.accumulation, dtype="bf16")
 
+    def train_step(self, engine: Any, step: int) -> tuple[float, ...]:
+        """Returns the losses and the norm of a step."""
+        job, losses = self.job(), list[float]()
+        for micro in range(job.accumulation):
+            loss = job.loss(engine, step, micro)
+            engine.backward(loss)
+            losses.append(float(loss.detach()))
+            if self.evaluates and step % 2:
+                with torch.no_grad():
+                    losses.append(float(job.loss(engine, step, micro)))
+            engine.step()
+        engine.zero_grad()
+        return (*losses, engine.get_global_grad_norm() or 0.0)
+
 
 SCENARIOS = (
-    Scenario("all on drives", options={"durability": "step"}, host=0.0, device=0.0),
+    Scenario("all on drives", options={"durability": "step"}, host=0.0, device=0.0, keeps=True),
     Scenario("power cut", options={"durability": "step"}, host=0.2, device=0.0, fault="power"),
     Scenario("late device", options={"durability": "step", "speculate": False}, host=0.0, device=0.0, late=True),
-    Scenario("under the backward", options={"durability": "step", "speculate": True}, host=1.0, device=0.0, late=True),
-    Scenario("weights in host memory", ("cpu", "cpu"), {"durability": "none"}, device=0.0, late=True),
+    Scenario(
+        "under the backward",
+        options={"durability": "step", "speculate": True},
+        host=0.4,
+        device=0.0,
+        late=True,
+        evaluates=True,
+    ),
+    Scenario("weights in host memory", ("cpu", "cpu"), {"durability": "none"}, device=0.0, late=True, keeps=True),
     Scenario("states on drives", ("cpu", "nvme"), {"durability": "step"}, host=0.0, device=0.0, late=True),
     Scenario(
         "power cut between commits", options={"durability": {"every": 2}, "speculate": True}, host=0.3, fault="power"
@@ -268,7 +294,7 @@ SCENARIOS = (
     Scenario(
         "failed request under the backward",
         options={"durability": "step", "speculate": True},
-        host=1.0,
+        host=0.1,
         device=0.0,
         late=True,
         fault="error",
@@ -286,6 +312,8 @@ class Outcome(NamedTuple):
     """The choices that were not calm."""
     points: int
     trace: list[str]
+    early_updates: int = 0
+    """Updates under the backward that a step has confirmed, before a fault."""
 
 
 # -- one interleaving ------------------------------------------------------------------------------------
@@ -307,7 +335,7 @@ def _scheduled(
 ) -> Iterator[_World]:
     """Gives the threads, the clock, the queue and the device of engines that are made inside to the scheduler."""
     with pytest.MonkeyPatch.context() as patch, contextlib.ExitStack() as stack:
-        _small(patch)
+        _small(patch, scenario)
         world = _World([], Device(scheduler) if scenario.late else None)
 
         def drive(*_: Any, **__: Any) -> Drive:
@@ -331,8 +359,10 @@ def _scheduled(
         yield world
 
 
-def _small(patch: pytest.MonkeyPatch) -> None:
+def _small(patch: pytest.MonkeyPatch, scenario: Scenario) -> None:
     """Makes pieces of states and gradients small."""
+    if scenario.keeps:
+        testing.replace(patch, "size.kept_gradient", 1)
     testing.replace(patch, "size.chunk", 1024)
     testing.replace(patch, "size.first_weights", 8192)
     testing.replace(patch, "size.tile_buffers", 2)
@@ -356,8 +386,8 @@ def _on_its_thread(scheduler: Scheduler, work: Callable[[], None]) -> None:
 class _Log(NamedTuple):
     """What a life has seen."""
 
-    steps: dict[int, tuple[float, float]]
-    """Loss and norm of each step."""
+    steps: dict[int, tuple[float, ...]]
+    """Losses and norm of each step."""
     weights: dict[str, int]
     """Checksums of the final weights."""
 
@@ -372,8 +402,8 @@ class _Life:
     def __init__(self, scenario: Scenario, setting: _Setting, chooser: Listed | Seeded) -> None:
         self.log = _Log({}, {})
         self.scheduler = Scheduler(chooser)
-        self.first = self.requests = 0
-        """The step after which it began, and the number of requests to the drive."""
+        self.first = self.requests = self.early_updates = 0
+        """The step after which it began, the requests to the drive, and the confirmed updates under the backward."""
         self._scenario, self._setting = scenario, setting
 
     def live(self, folder: Path, recorder: Recorder | None = None, fails: int = -1) -> list[str]:
@@ -405,7 +435,7 @@ class _Life:
                 layer.register_forward_pre_hook(lambda *_: self.scheduler.point("forward of a layer"))
             with contextlib.nullcontext() if device is None else Ticks(device):
                 while (step := engine.global_steps) < job.steps:
-                    log.steps[step] = (train_step(engine, job, step), engine.get_global_grad_norm() or 0.0)
+                    log.steps[step] = scenario.train_step(engine, step)
                     self.scheduler.progress()
                 log.weights.update(_sums(engine))
             testing.settle(engine)
@@ -417,6 +447,7 @@ class _Life:
             # No drive here changes bytes: what the store mends, it has itself taken from a wrong place.
             left += [f"{parts.mended} ranges of slots were mended"] if parts.mended else []
         finally:
+            self.early_updates = counts(engine).hits
             engine.destroy()
         return left
 
@@ -470,7 +501,7 @@ def interleave(scenario: Scenario, chooser: Listed | Seeded, folder: Path, seed:
         gc.enable()
     if not found and process_memory().needed_bytes > before:
         found.append("host memory is left")
-    return Outcome(found, chooser.choices, life.scheduler.now, life.scheduler.trace)
+    return Outcome(found, chooser.choices, life.scheduler.now, life.scheduler.trace, life.early_updates)
 
 
 def _resumed(life: _Life, folder: Path, least: int) -> Iterator[str]:
@@ -532,10 +563,10 @@ def _setting(scenario: Scenario, folder: Path) -> _Setting:
 def _in_memory(scenario: Scenario, folder: Path) -> _Log:
     job, log = scenario.job(), _Log({}, {})
     with pytest.MonkeyPatch.context() as patch:
-        _small(patch)
+        _small(patch, scenario)
         engine = start(job, ("none", "none"), folder / "memory")
         for step in range(job.steps):
-            log.steps[step] = (train_step(engine, job, step), engine.get_global_grad_norm() or 0.0)
+            log.steps[step] = scenario.train_step(engine, step)
         log.weights.update(_sums(engine))
         engine.destroy(remove=True)
     return log
