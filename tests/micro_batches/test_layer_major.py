@@ -97,6 +97,33 @@ def test_one_forward_shows_that_micro_batches_may_take_turns(caches: bool, tmp_p
     assert orders == [one_by_one if caches else behind_one, turns]
 
 
+@pytest.mark.parametrize("schedule", ["auto", "layer_major"])
+def test_a_hook_of_the_user_keeps_the_plain_order_from_the_first_step_on_unless_turns_are_asked_for_by_name(
+    schedule: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    features: list[torch.Tensor] = []
+
+    def model() -> nn.Module:
+        blocks = nn.Sequential(*(nn.Linear(8, 8) for _ in range(3)))
+        blocks[0].register_forward_hook(lambda module, args, output: features.append(output.detach().clone()))
+        return blocks
+
+    def loss(model: nn.Module, step: int, micro: int) -> torch.Tensor:
+        output = model(torch.full((2, 8), micro + 1.0))
+        apart.append(len(features) == step * 3 + micro + 1)
+        return output.sum()
+
+    apart: list[bool] = []
+    job = Job(model, loss, accumulation=3)
+    engine = start(job, ("nvme", "nvme"), tmp_path, schedule=schedule, activations="nvme")
+    assert engine.schedule == LAYER_MAJOR
+    for step in range(2):
+        accumulated_step(engine, job, step)
+    engine.destroy(remove=True)
+    assert all(apart) is (schedule == "auto")
+    assert caplog.text.count("a forward hook of yours on 0 may keep values between two blocks") == 1
+
+
 class Keeping(nn.Linear):
     """A block that stores a value in each forward while `keeps` is true."""
 

@@ -563,7 +563,7 @@ def again_after(micro: int, job: Job, folder: Path) -> Result:
     return result
 
 
-@pytest.mark.parametrize(("stage", "micro"), [(2, 0), (2, 2), (3, 0), (3, 1)])
+@pytest.mark.parametrize(("stage", "micro"), [(2, 0), (2, 2), (3, 0), (3, 1), (2, 3), (3, 3)])
 def test_a_first_step_that_is_made_again_adds_up_as_its_first_try_would(
     stage: int, micro: int, ranks: RankPool, tmp_path: Path
 ) -> None:
