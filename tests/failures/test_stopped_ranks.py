@@ -28,11 +28,11 @@ def _error_of(folder: Path, group: MemoryLimit | None) -> str:
     engine = start(JOB, ("nvme", "nvme"), folder)
     (folder / f"process{rank}").write_text(str(os.getpid()))
     train_step(engine, JOB, 0)
-    other = int((folder / f"process{1 - rank}").read_text())
+    process = int((folder / f"process{1 - rank}").read_text())
     with pytest.MonkeyPatch.context() as patch, pytest.raises(RankError) as caught:
         if group is None and rank == 0:
             testing.replace(patch, "ranks.silent", 2.0)
-            os.kill(other, signal.SIGSTOP)
+            os.kill(process, signal.SIGSTOP)
         if group is not None and rank == 1:
             group.enter()
             bytearray(4 * ENOUGH)
@@ -44,7 +44,7 @@ def _error_of(folder: Path, group: MemoryLimit | None) -> str:
                 engine.destroy()
             finally:
                 if group is None and rank == 0:
-                    os.kill(other, signal.SIGCONT)
+                    os.kill(process, signal.SIGCONT)
     return str(caught.value)
 
 
