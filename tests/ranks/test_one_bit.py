@@ -39,13 +39,18 @@ class Thread(Ranks):
         self.rank, self.size, self._parts, self._barrier = rank, size, parts, barrier
 
     def swap(
-        self, received: torch.Tensor, received_numels: Sequence[int], sent: torch.Tensor, gives: Sequence[int], to: str
+        self,
+        received: torch.Tensor,
+        received_counts: Sequence[int],
+        sent: torch.Tensor,
+        sent_counts: Sequence[int],
+        to: str,
     ) -> None:
-        for rank, part in enumerate(sent.split(list(gives))):
+        for rank, part in enumerate(sent.split(list(sent_counts))):
             self._parts[self.rank, rank] = part.clone()
         self._barrier.wait()
         received.copy_(torch.cat([self._parts[rank, self.rank] for rank in range(self.size)]))
-        assert list(received_numels) == [len(self._parts[rank, self.rank]) for rank in range(self.size)]
+        assert list(received_counts) == [len(self._parts[rank, self.rank]) for rank in range(self.size)]
         self._barrier.wait()
 
 
