@@ -45,8 +45,8 @@ def main(arguments: list[str] | None = None) -> None:
     plain: Any = transformers.AutoModelForCausalLM.from_pretrained(folder)
     base = resident()
     model = offload.load_pretrained(transformers.AutoModelForCausalLM, folder)
-    for one in (plain, model):
-        chunk_loss_of(one, evaluation=True, by_row=True)
+    for scorer in (plain, model):
+        chunk_loss_of(scorer, evaluation=True, by_row=True)
     engine = offload.inference(model, {"offload": {"device": "cpu"}})
     shape = (args.batch_size, args.seq_len)
     batches = [random_ids(shape, model.config.vocab_size, seed) for seed in range(args.micro_batches)]

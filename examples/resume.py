@@ -31,9 +31,9 @@ def follow(process: subprocess.Popen[str], last: int | None = None) -> dict[int,
     with process:
         assert process.stdout is not None
         for line in process.stdout:
-            found = re.match(r"step (\d+)  loss (\S+)", line)
-            if found:
-                losses[int(found[1])] = found[2]
+            match = re.match(r"step (\d+)  loss (\S+)", line)
+            if match:
+                losses[int(match[1])] = match[2]
             if last in losses:
                 process.kill()
                 break

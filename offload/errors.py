@@ -88,14 +88,14 @@ def no_memory(error: BaseException, asked: str = "") -> BudgetError | None:
     Python raises `MemoryError`, a mapping `OSError`, and torch a `RuntimeError` whose text names the bytes. `asked` is
     the size of the request, if the caller knows it.
     """
-    found = _REFUSED.search(str(error))
+    match = _REFUSED.search(str(error))
     if isinstance(error, OffloadError) or not (
         isinstance(error, MemoryError)
         or (isinstance(error, OSError) and error.errno == errno.ENOMEM)
-        or (isinstance(error, RuntimeError | ImportError) and found)
+        or (isinstance(error, RuntimeError | ImportError) and match)
     ):
         return None
-    asked = asked or (f"{found[1]} bytes" if found and found[1] else "a request")
+    asked = asked or (f"{match[1]} bytes" if match and match[1] else "a request")
     named = BudgetError(
         f"the system has no host memory for {asked} ({str(error).partition(chr(10))[0][:200] or 'no memory'}): raise "
         "the limit (ulimit -v), end other programs, or give a smaller host_memory, batch or sequence"

@@ -71,10 +71,10 @@ def read(data: bytes | str, check: Check, name: str = "") -> Any:
 def expected(what: str, name: str, value: Any) -> ValueError:
     """Returns the error for a value that is not `what`, such as "a list"."""
     try:
-        got = json.dumps(value)
+        text = json.dumps(value)
     except (TypeError, ValueError, RecursionError):
-        got = type(value).__name__
-    return ValueError(f"expected {what}{name and ' as '}{name}, got {got if len(got) <= 80 else f'{got[:60]}…'}")
+        text = type(value).__name__
+    return ValueError(f"expected {what}{name and ' as '}{name}, got {text if len(text) <= 80 else f'{text[:60]}…'}")
 
 
 # -- checks -------------------------------------------------------------------------------------------

@@ -57,13 +57,13 @@ def pip_settings() -> dict[str, str]:
     """Returns what pip is configured with: variables go before files, the part `[install]` before `[global]`."""
     command = [sys.executable, "-m", "pip", "config", "list"]
     listed = subprocess.run(command, capture_output=True, text=True, check=False).stdout
-    found = {}
+    settings = {}
     for section in ("global", "install", ":env:"):
         for line in listed.splitlines():
             name, equals, value = line.partition("=")
             if equals and name.startswith(f"{section}."):
-                found[name.removeprefix(f"{section}.")] = str(ast.literal_eval(value))
-    return found
+                settings[name.removeprefix(f"{section}.")] = str(ast.literal_eval(value))
+    return settings
 
 
 def as_uv(settings: dict[str, str]) -> dict[str, str] | None:

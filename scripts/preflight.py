@@ -64,10 +64,10 @@ def problems():
 
 
 def main():
-    found = list(problems())
-    for problem in found:
+    faults = list(problems())
+    for problem in faults:
         sys.stderr.write(problem + "\n")
-    return 2 if found else 0
+    return 2 if faults else 0
 
 
 if __name__ == "__main__":

@@ -197,7 +197,7 @@ def _explain_key(errors: Sequence[ErrorDetails], path: str) -> str:
     names_value = first["type"] == "missing" or (
         own_message and (repr(first["input"]) in first["msg"] or isinstance(first["input"], Mapping))
     )
-    got = "" if names_value else f", got {first['input']!r}"
+    value = "" if names_value else f", got {first['input']!r}"
     expected = re.sub("^(Value error, |Input |String |Tuple )", "", first["msg"]).replace(
         " after validation, not", ", not"
     )
@@ -212,7 +212,7 @@ def _explain_key(errors: Sequence[ErrorDetails], path: str) -> str:
         key, expected = key.rpartition(".")[0], f"should be a longer list: item {first['loc'][-1] + 1} is missing"
     if first["type"] == "model_type" and not path:
         advice = _suggestion(key, first["input"]) or advice
-    return f"{key} {expected}{got}{advice}"
+    return f"{key} {expected}{value}{advice}"
 
 
 def _suggestion(key: str, value: Any) -> str:

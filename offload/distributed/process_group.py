@@ -853,13 +853,19 @@ class Ranks:
         """Overwrites `values`, on the CPU, with the values of rank `source`."""
 
     def swap(
-        self, received: torch.Tensor, got: Sequence[int], sent: torch.Tensor, gives: Sequence[int], to: str
+        self,
+        received: torch.Tensor,
+        received_counts: Sequence[int],
+        sent: torch.Tensor,
+        sent_counts: Sequence[int],
+        to: str,
     ) -> None:
         """Sends elements to each rank of this replica, and receives elements from each; or to and from all ranks.
 
         The tensors are on the CPU, of one dtype. `sent`, (m,), contains the elements for each shard's rank, in the
-        order of shards. `received`, (n,), is filled with the elements from each shard's rank, in the same order. `got`
-        and `gives` count them by shard; if they have a count for each rank, all ranks take the place of shards.
+        order of shards. `received`, (n,), is filled with the elements from each shard's rank, in the same order.
+        `received_counts` and `sent_counts` count them by shard; if they have a count for each rank, all ranks take the
+        place of shards.
         """
         received.copy_(sent)
 
@@ -1062,13 +1068,20 @@ class ProcessGroup(Ranks):
         self._begin(start, "share weights", Kind.MESSAGES, nbytes).wait()
 
     def swap(
-        self, received: torch.Tensor, got: Sequence[int], sent: torch.Tensor, gives: Sequence[int], to: str
+        self,
+        received: torch.Tensor,
+        received_counts: Sequence[int],
+        sent: torch.Tensor,
+        sent_counts: Sequence[int],
+        to: str,
     ) -> None:
         size, out, into = sent.element_size(), received.view(torch.uint8), sent.view(torch.uint8)
         # All ranks take part in one exchange. Ranks of other replicas send and receive nothing if they are not counted.
-        before = [0] * (self.mesh.replica(self.rank).start if len(got) < self.size else 0)
-        behind = [0] * (self.size - len(before) - len(got))
-        outs, ins = ([*before, *(count * size for count in counts), *behind] for counts in (got, gives))
+        before = [0] * (self.mesh.replica(self.rank).start if len(received_counts) < self.size else 0)
+        behind = [0] * (self.size - len(before) - len(received_counts))
+        outs, ins = (
+            [*before, *(count * size for count in counts), *behind] for counts in (received_counts, sent_counts)
+        )
         start = functools.partial(dist.all_to_all_single, out, into, outs, ins, group=self._control, async_op=True)
         self._begin(start, to, Kind.PARAMETERS, sum(ins) - ins[self.rank]).wait()
 

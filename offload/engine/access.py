@@ -480,10 +480,10 @@ class OptimizerStates:
         for name in names:
             value = state.get(name)
             if not isinstance(value, torch.Tensor) or tuple(value.shape) != shape:
-                got = f"shape {list(value.shape)}" if isinstance(value, torch.Tensor) else type(value).__name__
+                description = f"shape {list(value.shape)}" if isinstance(value, torch.Tensor) else type(value).__name__
                 raise UsageError(
                     f"state {number}, of parameter {handle.name}, must contain {', '.join(names)}, each a tensor of "
-                    f"shape {list(shape)}; its {name} is {got}"
+                    f"shape {list(shape)}; its {name} is {description}"
                 )
         if names and not handle.trainable:
             raise UsageError(

@@ -786,10 +786,11 @@ def _move_buffers(model: nn.Module, plan: Plan) -> None:
 def _handles(plan: Plan, model: nn.Module, forms: Sequence[Sequence[StorageForm]]) -> list[list[ParamHandle]]:
     """Returns a handle for each parameter, unit by unit; an expert's row or a piece gets a parameter made here."""
     device, handles = plan.device.torch, list[list[ParamHandle]]()
+    parameters = dict(model.named_parameters())
     for unit, (layout, mode) in enumerate(zip(plan.layouts, plan.modes, strict=True)):
         handles.append([])
         for position, segment in enumerate(layout.segments):
-            parameter = model.get_parameter(segment.parameter)
+            parameter = parameters[segment.parameter]
             if segment.stack:
                 empty = torch.empty(0, dtype=plan.memory.mode.weight_dtype, device=device)
                 parameter = nn.Parameter(empty, parameter.requires_grad)

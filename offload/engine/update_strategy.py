@@ -116,7 +116,8 @@ class UpdateBuilder:
         """Looks up the parameters of each unit. `noise_seed` is None if moments and masters are fp32."""
         self._layouts, self._trainable, self._optimizer = layouts, trainable, optimizer
         self._noise_seed = noise_seed
-        self._parameters = [[module.get_parameter(s.parameter) for s in layout.segments] for layout in layouts]
+        parameters = dict(module.named_parameters())
+        self._parameters = [[parameters[segment.parameter] for segment in layout.segments] for layout in layouts]
 
     def updates(
         self, present: Sequence[set[int]], order: Sequence[int], scale: float, counts: list[list[int]]

@@ -156,9 +156,9 @@ def advice(facts: dict[str, Any]) -> list[str]:
     # Registration saves the look-up of pages for each block. Only io_uring supports it.
     known = about_io["registered"]
     if about_io["backend"] == "io_uring" and known["got_bytes"] < known["asked_bytes"]:
-        got, asked = format_size(known["got_bytes"]), format_size(known["asked_bytes"])
+        available, asked = format_size(known["got_bytes"]), format_size(known["asked_bytes"])
         sentences.append(
-            f"only {got} of {asked} of memory can be registered for I/O: RLIMIT_MEMLOCK (ulimit -l) or an older "
+            f"only {available} of {asked} of memory can be registered for I/O: RLIMIT_MEMLOCK (ulimit -l) or an older "
             "kernel is the limit; I/O takes about a tenth more processor time"
         )
     sentences += _of_machine(facts)

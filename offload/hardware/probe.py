@@ -157,8 +157,8 @@ def drive_rates(folder: str, nbytes: int = 256 * MIB, rounds: int = 5, seconds: 
             while not taken["read"] or (len(taken["read"]) < rounds and time.perf_counter() - start < seconds):
                 # Operations take turns in each round, so a slow moment of the drive affects all of them.
                 for name in OPERATIONS:
-                    each = move(queue, file, part, name, request)
-                    taken[name].append(each.nbytes / each.seconds)
+                    transfer = move(queue, file, part, name, request)
+                    taken[name].append(transfer.nbytes / transfer.seconds)
     finally:
         remove(path)
     medians = {name: statistics.median(seconds) for name, seconds in taken.items()}
@@ -381,11 +381,11 @@ class Compute:
         # Time is linear in tokens. Two numbers of tokens separate the cost of a token from the fixed cost of the
         # weights; the bounds keep noise from giving a rate of zero or infinity.
         small, large = in_turns([layer.passes(size.few), layer.passes(size.many)], self._pace.rate, device)
-        each = max(large - small, 0.5 * large) / (
+        per_product = max(large - small, 0.5 * large) / (
             size.many - size.few
         )  # seconds of a token; the remainder belongs to the weights
-        rest = min(max(small - size.few * each, 0.01 * small), 0.5 * small)
-        return 6 * size.wide * size.width / each, 3 * layer.nbytes / rest
+        rest = min(max(small - size.few * per_product, 0.01 * small), 0.5 * small)
+        return 6 * size.wide * size.width / per_product, 3 * layer.nbytes / rest
 
     def _product(self, dtype: torch.dtype) -> Product:
         """Returns the size with which the dtype is measured: small for a dtype that is slow on this machine."""

@@ -153,7 +153,7 @@ def measure(
         The samples before the wait; the fall; the seconds of the wait with the bytes then written at the burst rate.
     """
     samples: list[Sample] = []
-    found: Fall | None = None
+    drop: Fall | None = None
     most, done = nbytes // chunk, 0
 
     def sample() -> Sample:
@@ -164,16 +164,16 @@ def measure(
             done += 1
         return Sample((done - first) * chunk, seconds)
 
-    while done < most and found is None:
+    while done < most and drop is None:
         samples.append(sample())
         tell(f"{format_decimal(done * chunk)} written, {samples[-1].rate / 1e9:.2f} GB/s", done / most)
-        found = fall(samples)
-    if found is None or done == most:
-        return samples, found, None
+        drop = fall(samples)
+    if drop is None or done == most:
+        return samples, drop, None
     tell("the recovery while idle", done / most)
     seconds, recovered, slow = idle(), 0, list[Sample]()
     # Between both rates, in the sense of their ratio. Two slow samples in a row end the burst, one may be noise.
-    least = math.sqrt(found.burst * found.after)
+    least = math.sqrt(drop.burst * drop.after)
     while done < most and len(slow) < 2:
         latest = sample()
         if latest.rate < least:
@@ -181,7 +181,7 @@ def measure(
         else:
             recovered += latest.nbytes + sum(sample.nbytes for sample in slow)
             slow.clear()
-    return samples, found, (seconds, recovered)
+    return samples, drop, (seconds, recovered)
 
 
 def check(folder: str, nbytes: int) -> None:

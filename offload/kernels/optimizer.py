@@ -248,8 +248,8 @@ def _adopt(parameter: torch.Tensor, state: dict[str, Any]) -> None:
     state["step"] = int(state.get("step", 0))
     for name in ("exp_avg", "exp_avg_sq"):
         if name not in state or state[name].numel() != parameter.numel():
-            got = tuple(state[name].shape) if name in state else "none"
-            raise ConfigError(f"{name}: expected shape {tuple(parameter.shape)} as the parameter has, got {got}")
+            shape = tuple(state[name].shape) if name in state else "none"
+            raise ConfigError(f"{name}: expected shape {tuple(parameter.shape)} as the parameter has, got {shape}")
         # The moments keep the precision that they were saved in; fp16 moments, which kernels do not support, widen.
         dtype = torch.bfloat16 if state[name].dtype is torch.bfloat16 else torch.float32
         state[name] = state[name].to(dtype).contiguous().clone().view(parameter.shape)

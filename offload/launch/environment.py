@@ -128,10 +128,10 @@ def parse_environment_file(text: str, path: str) -> dict[str, str]:
             name, equals, value = line.partition("=")
             if not equals or not _NAME.fullmatch(name.strip()) or "\0" in value:
                 # A value may be a secret, and must not appear on a terminal or in a log.
-                got = f"{name!r:.99} before the value" if equals else f"{len(line)} characters without ="
+                words = f"{name!r:.99} before the value" if equals else f"{len(line)} characters without ="
                 raise UsageError(
-                    f"{path}:{number}: expected a line NAME=value, got {got}; a name has letters, digits and _, and no "
-                    "`export` before it"
+                    f"{path}:{number}: expected a line NAME=value, got {words}; a name has letters, digits and _, and "
+                    "no `export` before it"
                 )
             variables[name.strip()] = value.strip()
     return variables

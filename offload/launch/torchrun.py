@@ -101,8 +101,8 @@ class SignedBackend(RendezvousBackend):
         return None if state is None else (self._opened(state[0]), state[1])
 
     def set_state(self, state: bytes, token: Token | None = None) -> tuple[bytes, Token, bool] | None:
-        found = self._inner.set_state(self._signature(state) + state, token)
-        return None if found is None else (self._opened(found[0]), *found[1:])
+        stored = self._inner.set_state(self._signature(state) + state, token)
+        return None if stored is None else (self._opened(stored[0]), *stored[1:])
 
     def _signature(self, state: bytes) -> bytes:
         return hmac.digest(self._secret, state, "sha256")

@@ -531,25 +531,26 @@ def layouts_of(
     matrices: Collection[str] | None = None,
 ) -> tuple[UnitLayout, ...]:
     """Returns the layout of every unit of `model`."""
-    users = _users(model)
+    parameters = dict(model.named_parameters(remove_duplicate=False))
+    users = _users(model, parameters)
 
     def layout(unit: Unit) -> UnitLayout:
-        parameters = [(name, model.get_parameter(name)) for name in unit.parameters]
+        of_the_unit = [(name, parameters[name]) for name in unit.parameters]
         name = f"{unit.name or ROOT} {IN_FP32}" if unit.in_fp32 else unit.name
         # A piece of a table is stored as values.
         of_unit = {} if units.tables.keys() & set(unit.parameters) and unit.rows is not None else stored
         rows = unit.row, unit.in_fp32, unit.rows, unit.ep_size
-        laid_out = lay_out(name, parameters, world_size, of_unit, matrices, *rows)
+        laid_out = lay_out(name, of_the_unit, world_size, of_unit, matrices, *rows)
         segments = (segment._replace(users=users.get(segment.parameter, ())) for segment in laid_out.segments)
         return with_kept(laid_out._replace(segments=tuple(segments)), kept, world_size)
 
     return tuple(layout(unit) for unit in units.units)
 
 
-def _users(model: nn.Module) -> dict[str, tuple[str, ...]]:
+def _users(model: nn.Module, parameters: dict[str, nn.Parameter]) -> dict[str, tuple[str, ...]]:
     """Returns the names of the modules that need a parameter of another module, by the parameter's first name."""
-    first = {id(parameter): name for name, parameter in model.named_parameters()}
-    needs = [(id(value), name.rpartition(".")[0]) for name, value in model.named_parameters(remove_duplicate=False)]
+    first = {id(parameter): name for name, parameter in reversed(parameters.items())}
+    needs = [(id(parameter), name.rpartition(".")[0]) for name, parameter in parameters.items()]
     needs += [
         (id(parameter), name) for name, module in model.named_modules() for parameter in external_parameters(module)
     ]

@@ -115,9 +115,9 @@ def find_units(
     """
     modules = dict(model.named_modules())
     candidates = _candidates(modules, named)
-    owners = {name: _owner(name, candidates) for name, _ in model.named_parameters()}
-    tables = [table for table in tables if owners[table.parameter] is None and table.parameter not in in_fp32]
     sizes = {name: parameter.numel() for name, parameter in model.named_parameters()}
+    owners = {name: _owner(name, candidates) for name in sizes}
+    tables = [table for table in tables if owners[table.parameter] is None and table.parameter not in in_fp32]
     stacks = _large_stacks(stacks, _named_modules(modules, named), owners, sizes)
     stack_of = {name: stack for stack in stacks for name in stack.parameters}
     in_parts = stack_of.keys() | {table.parameter for table in tables}
@@ -259,14 +259,15 @@ def _sites(
     piece until it uses the piece.
     """
     whole = [(index, unit) for index, unit in enumerate(units) if unit.row is None and unit.rows is None]
-    unit_of = {id(model.get_parameter(name)): index for index, unit in whole for name in unit.parameters}
+    parameters = dict(model.named_parameters(remove_duplicate=False))
+    unit_of = {id(parameters[name]): index for index, unit in whole for name in unit.parameters}
     all_modules = dict(model.named_modules(remove_duplicate=False))  # a module may be in two places
     first_name = {id(module): name for name, module in reversed(modules.items())}
     # A unit is a site under its own name too: its parameters may all belong to modules inside of it.
     needs: dict[str, set[int]] = {}
     for index, unit in whole:
         needs.setdefault(unit.name, set()).add(index)
-    for name, parameter in model.named_parameters(remove_duplicate=False):
+    for name, parameter in parameters.items():
         if name in stack_of:
             needs.setdefault(stack_of[name].module, set())
             continue

@@ -48,7 +48,7 @@ def find_tables(model: nn.Module) -> tuple[Table, ...]:
     owned: dict[int, list[str]] = {id(parameter): [] for parameter in model.parameters()}
     for name, parameter in model.named_parameters(remove_duplicate=False):
         owned[id(parameter)].append(name)
-    found = [
+    candidates = [
         (name, parameter)
         for name, parameter in model.named_parameters()
         if parameter.ndim == 2
@@ -57,10 +57,10 @@ def find_tables(model: nn.Module) -> tuple[Table, ...]:
         and inner_tensors(parameter) is None
         and all(_reads_rows(alias, modules) for alias in owned[id(parameter)])
     ]
-    largest = max((parameter.numel() for _, parameter in found), default=0)
+    largest = max((parameter.numel() for _, parameter in candidates), default=0)
     tables = (
         Table(name, pieces_of(*parameter.shape), parameter.requires_grad and len(owned[id(parameter)]) > 1)
-        for name, parameter in found
+        for name, parameter in candidates
         if parameter.numel() and parameter.numel() >= largest / _SMALLEST_SHARE
     )
     return tuple(table for table in tables if len(table.pieces) > 1)

@@ -368,13 +368,13 @@ def _loss_of_pieces(
     words = pieces[-1].rows.stop
     if bool((counts & ((labels < 0) | (labels >= words))).any()):
         raise IndexError(f"a label is out of range: the head has {words} words")
-    found = []
+    statistics = []
     for piece in pieces:
         own_bias = None if bias is None else bias[piece.rows.start : piece.rows.stop]
         local = torch.where(counts, labels - piece.rows.start, -1)
         given = (wide, piece.leaf(), own_bias, values, local, terms.softcap, chunk_tokens, piece)
-        found.append(piece.on_device(partial(_Statistics.apply, *given)))
-    of_lse, at_label, sums = (torch.stack(parts, -1) for parts in zip(*found, strict=True))
+        statistics.append(piece.on_device(partial(_Statistics.apply, *given)))
+    of_lse, at_label, sums = (torch.stack(parts, -1) for parts in zip(*statistics, strict=True))
     lse = of_lse.logsumexp(-1)
     average = sums.sum(-1) / words if terms.label_smoothing else 0.0
     losses = (

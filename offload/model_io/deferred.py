@@ -646,8 +646,10 @@ def materialize(
     seed: int,
     shapes: Mapping[int, torch.Size] | None = None,
     new: Callable[[str, torch.Tensor], torch.Tensor] = _on_cpu,
-) -> None:
+) -> Mapping[str, nn.Parameter]:
     """Makes the deferred parameters `names` of `model` real, on the CPU, and initializes them. Identity and ties stay.
+
+    Returns the parameters made.
 
     Parameters that will be read from an origin stay as they are. `seed` is for torch's CPU generator, whose state is
     restored afterwards. `shapes` are those of parameters of the model that may have been emptied, by id. `new` returns
@@ -659,7 +661,7 @@ def materialize(
     parameters = {name: model.get_parameter(name) for name in names}
     absent = {name: weight for name, weight in parameters.items() if weight.is_meta and origin_of(weight) is None}
     if not absent:
-        return
+        return absent
     made = {id(parameter) for parameter in absent.values()}
     draws = {
         name: weight.draw
@@ -693,6 +695,7 @@ def materialize(
                 "value: its module has no reset_parameters that sets the parameter; add that method, or build the "
                 "model outside of offload.init"
             )
+    return absent
 
 
 @contextlib.contextmanager
@@ -870,38 +873,36 @@ class FirstValues:
         Raises:
             ConfigError: if a parameter has no initial value.
         """
-        names = self._draw(unit)
-        for name in names:
+        for name, parameter in self._draw(unit).items():
             source = self._sources.get(name)
             if source is None:
                 continue
             # This unit may come before the one that it copies, whose values then wait for their turn.
             self._draw(self._unit_of[source])
             with torch.no_grad():
-                self._model.get_parameter(name).copy_(self._kept[source])
+                parameter.copy_(self._kept[source])
             self._waiting[source] -= 1
             if not self._waiting[source]:
                 del self._kept[source]
 
-    def _draw(self, unit: int) -> list[str]:
-        """Lets the modules of a unit initialize its parameters, and returns the names of the parameters made now."""
-        parameters = {name: self._model.get_parameter(name) for name in self._units[unit]}
-        absent = [name for name, parameter in parameters.items() if parameter.is_meta]
+    def _draw(self, unit: int) -> Mapping[str, nn.Parameter]:
+        """Lets the modules of a unit initialize its parameters, and returns the parameters made now."""
         # Distinct for every pair of seed and unit, as no model has a million units, and within torch's 64 bits.
-        materialize(self._model, self._units[unit], (self._seed * 1_000_003 + unit) % 2**63, self._shapes, self._new)
-        made = [name for name in absent if not parameters[name].is_meta]
-        for name in made:
+        seed = (self._seed * 1_000_003 + unit) % 2**63
+        made = materialize(self._model, self._units[unit], seed, self._shapes, self._new)
+        for name, parameter in made.items():
             if self._waiting[name]:
                 # An alias, which keeps the memory after the parameter was emptied.
-                self._kept[name] = parameters[name].detach()
+                self._kept[name] = parameter.detach()
         return made
 
 
 def _sources(model: nn.Module, names: Sequence[str]) -> Mapping[str, str]:
     """Returns, for each parameter that is a copy, the name of the parameter whose module makes the values."""
     groups: dict[Draw, list[str]] = {}
+    parameters = dict(model.named_parameters())
     for name in names:
-        parameter = model.get_parameter(name)
+        parameter = parameters[name]
         if isinstance(parameter, DeferredParameter) and parameter.origin is None and parameter.draw is not None:
             groups.setdefault(parameter.draw, []).append(name)
     sources: dict[str, str] = {}

@@ -58,27 +58,27 @@ _WHOLE = ("moe_tp_experts",)
 
 
 def planned_shards(
-    model: nn.Module, config: Config, device: torch.device, found: FoundShards, ranks: int
+    model: nn.Module, config: Config, device: torch.device, shards: FoundShards, ranks: int
 ) -> FoundShards:
     """Returns the tensor parallelism of `model`: as it is, or by its plan over rows of consecutive ranks.
 
-    Collective of all processes, all of which have the same sizes in `config`. Changes nothing yet. `found` is what the
+    Collective of all processes, all of which have the same sizes in `config`. Changes nothing yet. `shards` is what the
     model has already, and `ranks` the number of all processes. Raises `ConfigError` if the ranks cannot be divided into
     such rows, or the model cannot be divided by its plan.
     """
     size, experts = config.tensor_parallel.autotp_size, config.expert_parallel.size
     if size == 1:
-        return found
+        return shards
     if experts not in (1, size):
         raise ConfigError(
             f"expert_parallel.autoep_size is {experts}, and tensor_parallel.autotp_size is {size}; expected one "
             "number: experts are divided among the ranks of tensor parallelism, which share a batch"
         )
-    if found.row or found.dtensors:
-        if len(found.row) == size and experts == 1:
-            return found
+    if shards.row or shards.dtensors:
+        if len(shards.row) == size and experts == 1:
+            return shards
         raise ConfigError(
-            f"tensor_parallel.autotp_size is {size}, and the model is divided among {max(1, len(found.row))} ranks "
+            f"tensor_parallel.autotp_size is {size}, and the model is divided among {max(1, len(shards.row))} ranks "
             "already: set it to that number, or leave it out"
         )
     styles = layer_styles(model, size)

@@ -18,10 +18,10 @@ its micro-batches in order.
 In the first step the modules are watched during the first micro-batch's forward, for which all others wait. A model
 that keeps values on its modules between blocks (`ModuleState`) must not let micro-batches take turns. If the first
 forward leaves values, it may have made them for good, as a cache: then all micro-batches of this step pass one after
-the other, and the second one's forward decides. If that step fails, its next try does the same. A model with forward
-hooks of the user also stays with that order, unless the config asks for turns by name. Commits contain what the first
-step has shown. If the config asks by name, the first step of a resumed run takes turns as the unbroken run would have,
-since ranks add gradients in another order without turns.
+the other, and the second one's forward decides. If that step is made again, it keeps its order. A model with forward
+hooks of the user never takes turns, unless the config asks for turns by name. Commits contain what the first step has
+shown. If the config asks by name, the first step of a resumed run takes turns as the unbroken run would have, since
+ranks add gradients in another order without turns.
 
 Where no weight can leave the device to make room, all micro-batches of the first step pass one after the other too: the
 step shows whether the activations of all of them fit.
@@ -239,8 +239,8 @@ class MicroBatch(Generic[_T]):
 # value that a module changes in place and only another run of the same module reads, such as the statistics of a norm,
 # does no harm: the micro-batches pass through each module in their order.
 #
-# The first micro-batch is not watched, since many models set something up in their first forward. Values that a user's
-# hook stores elsewhere cannot be seen, so `_mind_hooks` finds the hook itself.
+# Many models set something up in their first forward, so a second one is watched before a model is said to keep values.
+# Values that a user's hook stores elsewhere cannot be seen, so `_mind_hooks` finds the hook itself.
 
 
 _INTERNAL = frozenset(vars(nn.Module()))
@@ -387,7 +387,7 @@ class LayerMajor(PassSchedule):
         self._one_by_one = False
         """True while the first step runs one micro-batch after the other."""
         self._first_apart = False
-        """True once the first step has begun to do so, until it has ended: if it fails, its second try does so too."""
+        """True from there to the end of that step, however often it is made again."""
         self._full = False
         """True once the first step has shown that the activations of all micro-batches do not fit."""
         self._removers: list[Callable[[], None]] = []
@@ -442,6 +442,8 @@ class LayerMajor(PassSchedule):
 
         Raises `UsageError` if a signal's handler has entered the engine, which ends the micro-batches.
         """
+        if generators.micro_batches > 1 and not self._watched:
+            self._mind_hooks()
         # Ranks with two orders would add gradients in a third. A value, a hook or a mode of one rank counts for all.
         if generators.micro_batches < 2 or self._anywhere(not self.possible):
             return super().run(works, generators, turns)
@@ -453,15 +455,14 @@ class LayerMajor(PassSchedule):
                 for number, work in enumerate(works)
             ]
             try:
-                if not self._watched:
+                if not self._watched or self._first_apart:
                     self._watch(generators)
-                    self._mind_hooks()
-                    self._mind_room(len(works))
-                elif self._first_apart:
-                    self._pass_apart(generators)
                 while running := [entry for entry in enumerate(waiting) if not entry[1].ended]:
-                    number, micro_batch = min(running, key=lambda entry: (entry[1].border, entry[0]))
-                    self._resume(number, micro_batch, generators)
+                    earliest = min(running, key=lambda entry: (entry[1].border, entry[0]))
+                    self._resume(*(running[0] if self._one_by_one else earliest), generators)
+                if not self._watched:
+                    self._mind_room(len(works))
+                    self._watched = True
                 return [finished.result for finished in waiting]
             finally:
                 self._end()
@@ -523,36 +524,33 @@ class LayerMajor(PassSchedule):
             self._line = None
 
     def _watch(self, generators: MicroBatchGenerators) -> None:
-        """Finds out whether the model keeps values between blocks: runs a forward, or all micro-batches one by one."""
-        waiting = list(self._waiting)
-        # Values that a first try has left, as a cache, are no longer new.
-        keeps = self._anywhere(self._kept_in_forward(0, waiting[0], generators) is not None or self._first_apart)
-        if self._wanted and self.allows_turns:
-            # The first step of the run has found no such value, before this process.
-            if keeps and len(waiting) > 1 and (value := self._kept_in_forward(1, waiting[1], generators)) is not None:
-                announce(
-                    f"the model keeps {value} on a module between two blocks, where another micro-batch finds it. The "
-                    "first step of this run found no such value, so micro-batches take turns as before: set "
-                    '"schedule" to "micro_batch_major" if a block reads it'
-                )
-        elif keeps or self._room is not None:
-            self._pass_apart(generators)
-        self._watched = True
-        self.allows_turns = self._shared_value is None
-        if self._shared_value is not None:
-            announce(
-                f"micro-batches pass through the model one after the other: it keeps {self._shared_value} on a module "
-                "between two blocks, where another micro-batch would find it"
-            )
+        """Runs the first forward of the first step, and decides the order of this step's micro-batches.
 
-    def _pass_apart(self, generators: MicroBatchGenerators) -> None:
-        """Runs all micro-batches of the first step one after the other, and watches the second one's forward."""
-        self._one_by_one = self._first_apart = True
-        for number, micro_batch in enumerate(list(self._waiting)):
-            if number == 1 and not self._watched:
-                self._shared_value = self._kept_in_forward(number, micro_batch, generators)
-            while not micro_batch.ended:
-                self._resume(number, micro_batch, generators)
+        They pass one after the other if the forward leaves a value on any rank, or to show whether all activations fit.
+        The second forward then decides the order of all further steps.
+        """
+        first, *others = enumerate(self._waiting)
+        # The first step of the run has found no such value, before this process.
+        known = self._wanted and self.allows_turns and not self._first_apart
+        # Values that an earlier try has left, as a cache, are no longer new.
+        keeps = self._anywhere(self._kept_in_forward(*first, generators) is not None or self._first_apart)
+        self._one_by_one = self._first_apart = not known and (keeps or self._room is not None)
+        while self._one_by_one and not first[1].ended:
+            self._resume(*first, generators)
+        value = self._kept_in_forward(*others[0], generators) if others and (keeps or self._one_by_one) else None
+        if not known:
+            self._shared_value, self.allows_turns = value, value is None
+        if known and value is not None:
+            announce(
+                f"the model keeps {value} on a module between two blocks, where another micro-batch finds it. The "
+                "first step of this run found no such value, so micro-batches take turns as before: set "
+                '"schedule" to "micro_batch_major" if a block reads it'
+            )
+        elif value is not None:
+            announce(
+                f"micro-batches pass through the model one after the other: it keeps {value} on a module between two "
+                "blocks, where another micro-batch would find it"
+            )
 
     def end_step(self) -> None:
         self._first_apart = False

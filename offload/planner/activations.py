@@ -421,16 +421,16 @@ def wish_of(config: Config) -> Wish:
 
 def with_host_memory(content: Mapping[str, Any], host: int, inputs: int) -> dict[str, Any]:
     """Returns the config with a host budget of `host` bytes, and `inputs` more if inputs of blocks leave the device."""
-    found = copy.deepcopy(dict(content))
-    block = found.setdefault("offload", {})
+    settings = copy.deepcopy(dict(content))
+    block = settings.setdefault("offload", {})
     # The least is a page: without the key, the engine would set aside a share of the budget for inputs.
-    uses = load_config(found).activation_tier not in (None, "device")
+    uses = load_config(settings).activation_tier not in (None, "device")
     inputs = align_up(max(inputs, PAGE)) if uses else 0
     block["host_memory"] = host + inputs
     block.pop("activation_memory", None)
     if inputs:
         block["activation_memory"] = inputs
-    return found
+    return settings
 
 
 def auto_tile(shape: Shape) -> int:

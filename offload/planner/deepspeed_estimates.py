@@ -78,8 +78,8 @@ def estimate_zero3_model_states_mem_needs_all_cold(
     Raises:
         ConfigError: a number is not integral or is less than 1, or the largest layer exceeds the model.
     """
-    found = estimates_of_count(_count(total_params), _count(largest_layer_params), num_gpus_per_node, num_nodes, 3)
-    _print(found, num_gpus_per_node, num_nodes)
+    rows = estimates_of_count(_count(total_params), _count(largest_layer_params), num_gpus_per_node, num_nodes, 3)
+    _print(rows, num_gpus_per_node, num_nodes)
 
 
 def estimate_zero2_model_states_mem_needs_all_live(
@@ -100,13 +100,13 @@ def estimate_zero2_model_states_mem_needs_all_cold(
     The arguments and the error are the same. The largest layer is assumed to have 1/32 of the parameters.
     """
     total = _count(total_params)
-    found = estimates_of_count(total, -(-total // 32), num_gpus_per_node, num_nodes, 2)
-    _print(found, num_gpus_per_node, num_nodes)
+    rows = estimates_of_count(total, -(-total // 32), num_gpus_per_node, num_nodes, 2)
+    _print(rows, num_gpus_per_node, num_nodes)
 
 
 def estimates(layouts: Sequence[UnitLayout], ranks: int, nodes: int, stage: int) -> list[Estimate]:
     """Returns the bytes of each placement, for bf16 and AdamW."""
-    found, uses = [], [*range(len(layouts)), *reversed(range(len(layouts)))]
+    rows, uses = [], [*range(len(layouts)), *reversed(range(len(layouts)))]
     for weights, states in _ZERO_3 if stage == 3 else _ZERO_2:
         content = settings(weights, states)
         content["zero_optimization"]["stage"] = stage
@@ -119,8 +119,8 @@ def estimates(layouts: Sequence[UnitLayout], ranks: int, nodes: int, stage: int)
         if ranks * nodes > 1:
             gathered = weights_of(memory, uses, ranks * nodes)
             sent = gathered.nbytes + gradients_of(memory.parts, layouts, 1, ranks * nodes).nbytes
-        found.append(Estimate(weights, states, ranks * memory.host, memory.device, ranks * memory.stored, sent))
-    return found
+        rows.append(Estimate(weights, states, ranks * memory.host, memory.device, ranks * memory.stored, sent))
+    return rows
 
 
 def _live(model: nn.Module, ranks: int, nodes: int, stage: int) -> list[Estimate]:
@@ -156,14 +156,14 @@ def _check(ranks: int, nodes: int) -> None:
         raise ConfigError(f"expected num_gpus_per_node and num_nodes of at least 1, got {ranks} and {nodes}")
 
 
-def _print(found: Sequence[Estimate], ranks: int, nodes: int) -> None:
+def _print(rows: Sequence[Estimate], ranks: int, nodes: int) -> None:
     print(
         f"model states in bf16 with AdamW on {nodes} x {ranks} GPUs, without activations; host and disk of one "
         "machine; sent by each GPU in a step of one micro-batch:"
     )
     # DeepSpeed's functions print the table too, and return nothing.
     print(f"{'host':>10} | {'each GPU':>10} | {'disk':>10} | {'sent':>10} | tiers")
-    for estimate in found:
+    for estimate in rows:
         sizes = " | ".join(
             f"{format_size(nbytes):>10}" for nbytes in (estimate.host, estimate.device, estimate.disk, estimate.sent)
         )

@@ -194,15 +194,15 @@ def described(
     """
     if gpu is None:
         raise ConfigError("a described machine needs --gpu, such as 24GB or 'RTX 4090'")
-    found, like = find_gpu(gpu)
-    if found.unified and link is not None:
-        raise ConfigError(f"{found.name} has one memory for GPU and CPU, so --pcie has no meaning there")
+    card, like = find_gpu(gpu)
+    if card.unified and link is not None:
+        raise ConfigError(f"{card.name} has one memory for GPU and CPU, so --pcie has no meaning there")
     assumed = [] if like is None else [like]
-    if not found.has_bf16 and dtype != "fp16":
-        assumed.append(f"{found.name} has matrix units for fp16 and none for bf16, so --dtype fp16 is faster there")
+    if not card.has_bf16 and dtype != "fp16":
+        assumed.append(f"{card.name} has matrix units for fp16 and none for bf16, so --dtype fp16 is faster there")
     assumed.append(_HANDED_TO_GPU)
     if ram is None:
-        ram = found.memory if found.unified else 64 * GIB
+        ram = card.memory if card.unified else 64 * GIB
         assumed.append(f"there are {format_size(ram)} of RAM")
     of_drives = drive_rates(drives, "given", "--drive")
     if not drives:
@@ -210,14 +210,14 @@ def described(
         drives = [Drive("one drive", *_DRIVE, 2 / (1 / _DRIVE[0] + 1 / _DRIVE[1]))]
         of_drives = drive_rates(drives, "assumed", "a fast drive in PCIe 4")
     assumed.append("drives move as many bytes a second when they read and write at once as one after the other")
-    if found.unified:
+    if card.unified:
         assumed += _OF_UNIFIED
     assumed.append(f"{_USABLE_RAM:.0%} of the RAM and {_USABLE_RAM:.0%} of the GPU's memory are free")
     # Under autocast fp32 weights are multiplied in bf16, at the rate of tensor cores.
-    products = gpus.products(found, "bf16" if autocast else dtype)
-    device = gpus.other_work(found)
-    copies = gpus.copies(found, link)
-    host = gpus.host_memory(found, memory)
+    products = gpus.products(card, "bf16" if autocast else dtype)
+    device = gpus.other_work(card)
+    copies = gpus.copies(card, link)
+    host = gpus.host_memory(card, memory)
     optimizer = Rate(
         "AdamW on the CPU",
         gpus.HOST_SHARE * host.value / KERNEL_BYTES[dtype],
@@ -226,9 +226,9 @@ def described(
         f"{gpus.HOST_SHARE:.0%} of the host memory's rate",
     )
     return Hardware(
-        name=found.name,
+        name=card.name,
         dtype=dtype,
-        gpu_memory=int(_USABLE_RAM * (ram if found.unified else found.memory)),
+        gpu_memory=int(_USABLE_RAM * (ram if card.unified else card.memory)),
         ram=int(_USABLE_RAM * ram),
         matmul=products.value,
         # Published figures contain one bandwidth, so all memory-bound rates are equal here.
@@ -246,7 +246,7 @@ def described(
         drives=tuple(drives),
         assumed=tuple(assumed),
         rates=(products, device, copies, host, optimizer, *of_drives),
-        unified=found.unified,
+        unified=card.unified,
     )
 
 
@@ -260,23 +260,23 @@ def drive_rates(drives: Sequence[Drive], origin: Origin, source: str) -> tuple[R
 
 
 def probed(
-    found: Probed, free_host: int, folders: Sequence[str] = (), dtype: str = "bf16", autocast: bool = False
+    probe: Probed, free_host: int, folders: Sequence[str] = (), dtype: str = "bf16", autocast: bool = False
 ) -> Hardware:
     """Returns the machine that `offload probe` measured.
 
     Each drive of `folders` counts once; without folders it is the drive that was probed last.
     """
-    rates, gpu, products = found.rates, found.machine["gpu"], "bf16" if autocast else dtype
+    rates, gpu, products = probe.rates, probe.machine["gpu"], "bf16" if autocast else dtype
     of = rates.by_dtype[dtype]._replace(matmul=rates.by_dtype[products].matmul)
     # The keys of a dict keep the order and count a drive once if several folders are on it.
     of_folders: dict[DriveRates, None] = {}
     for folder in folders:
-        drive = drive_under(found, folder)
+        drive = drive_under(probe, folder)
         if drive is None:
             raise ConfigError(f"the drive of {folder} was not measured: run `{shell_command('probe', folder)}`")
         of_folders[drive] = None
-    drives = tuple(map(_drive, of_folders if folders else found.drives[-1:]))
-    gpu_memory = int(_USABLE_RAM * found.machine["gpu_memory_bytes"])
+    drives = tuple(map(_drive, of_folders if folders else probe.drives[-1:]))
+    gpu_memory = int(_USABLE_RAM * probe.machine["gpu_memory_bytes"])
     assumed = ["nothing else runs on the machine"]
     if gpu:
         assumed += (_HANDED_TO_GPU, f"{_USABLE_RAM:.0%} of the GPU's memory is free")
@@ -293,7 +293,7 @@ def probed(
         Rate("AdamW on the GPU", device_optimizer, "parameters/s", "assumed", "at the rate of elementwise work"),
     )
     return Hardware(
-        name=gpu or f"{found.machine['processor']}, {found.machine['cores']} cores",
+        name=gpu or f"{probe.machine['processor']}, {probe.machine['cores']} cores",
         dtype=dtype,
         gpu_memory=gpu_memory,
         ram=free_host,
@@ -306,7 +306,7 @@ def probed(
         handed_seconds=_HANDED_TO_GPU_SECONDS if gpu else _HANDED_SECONDS,
         drives=drives,
         assumed=tuple(assumed),
-        doubts=found.doubts,
+        doubts=probe.doubts,
         rates=(
             measured(f"matrix products in {products}", of.matmul, "flop/s"),
             measured("other work", of.elementwise, "B/s"),

@@ -203,15 +203,15 @@ def _in_place_layouts(layouts: Sequence[UnitLayout], mode: Mode) -> tuple[InPlac
 
     A page more than they need is read: tensors begin anywhere in a page.
     """
-    found: list[InPlaceLayout | None] = []
+    layouts_in_place: list[InPlaceLayout | None] = []
     for layout in layouts:
         itemsize, at, pieces = layout.mode_in(mode).weight_dtype.itemsize, 1, list[UploadPiece]()
         for segment in layout.segments if layout.in_files else ():
             target = range(segment.start * itemsize, (segment.start + segment.numel) * itemsize)
             pieces.append(UploadPiece(at, target))
             at += len(target)
-        found.append(InPlaceLayout((FileRange("", 0, align_up(at)),), tuple(pieces)) if pieces else None)
-    return tuple(found) if any(found) else ()
+        layouts_in_place.append(InPlaceLayout((FileRange("", 0, align_up(at)),), tuple(pieces)) if pieces else None)
+    return tuple(layouts_in_place) if any(layouts_in_place) else ()
 
 
 def _no_room(placed: MemoryPlan, room: Room, may_fall_back: bool) -> str | None:

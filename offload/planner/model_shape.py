@@ -203,12 +203,12 @@ class Shape(NamedTuple):
         A prediction then counts some hundreds of units, not thousands. A group has at most half the bytes of the
         largest unit, so that the memory for units in use is the same.
         """
-        each = self.experts[0] if self.experts and self.uncut is None else None
-        if each is None or each.of_unit > 1 or round(each.visited(self.sequence)) < each.number:
+        expert = self.experts[0] if self.experts and self.uncut is None else None
+        if expert is None or expert.of_unit > 1 or round(expert.visited(self.sequence)) < expert.number:
             return self
         largest = max(layout.device_numel for layout in self.layouts)
         size = 1
-        while each.number % (2 * size) == 0 and 4 * size * self.layouts[each.units[0]].device_numel <= largest:
+        while expert.number % (2 * size) == 0 and 4 * size * self.layouts[expert.units[0]].device_numel <= largest:
             size *= 2
         if size == 1:
             return self
@@ -323,12 +323,12 @@ def _blocks(units: tuple[str | None, ...]) -> tuple[RepeatedBlock, ...]:
         matched = None if unit is None else _BLOCK.match(unit)
         return None if matched is None else matched.group()
 
-    found = []
+    blocks = []
     for name, positions in groupby(range(len(units)), name_of):
         first, *others = positions
         if name is not None:
-            found.append(RepeatedBlock(name, range(first, first + 1 + len(others))))
-    return tuple(found)
+            blocks.append(RepeatedBlock(name, range(first, first + 1 + len(others))))
+    return tuple(blocks)
 
 
 # -- counter -------------------------------------------------------------------------------------------
@@ -997,7 +997,7 @@ def from_training(
 def _stand_ins(model: nn.Module, dtype: torch.dtype) -> dict[str, torch.Tensor]:
     """Returns a fake tensor for each parameter, in `dtype`, and for each buffer. Tied parameters stay tied."""
     made: dict[int, torch.Tensor] = {}
-    found: dict[str, torch.Tensor] = {}
+    tensors: dict[str, torch.Tensor] = {}
     quantized = quantized_by_other_library(model)
     for name, parameter in model.named_parameters(remove_duplicate=False):
         if id(parameter) not in made:
@@ -1006,10 +1006,10 @@ def _stand_ins(model: nn.Module, dtype: torch.dtype) -> dict[str, torch.Tensor]:
             shape = _linear_shape(owner) if name in quantized else None
             values = torch.empty(parameter.shape if shape is None else shape, dtype=dtype, device="cpu")
             made[id(parameter)] = nn.Parameter(values, parameter.requires_grad)
-        found[name] = made[id(parameter)]
+        tensors[name] = made[id(parameter)]
     for name, buffer in model.named_buffers(remove_duplicate=False):
-        found[name] = torch.empty(buffer.shape, dtype=buffer.dtype, device="cpu")
-    return found
+        tensors[name] = torch.empty(buffer.shape, dtype=buffer.dtype, device="cpu")
+    return tensors
 
 
 def _linear_shape(module: nn.Module) -> tuple[int, int] | None:

@@ -47,11 +47,11 @@ class Step(NamedTuple):
         It is empty on a GPU, and does not contain a division for which an explicit budget is too small.
         """
         shapes = {"whole": self.shape, "pieces": self.shape.in_pieces() if self.shape.tables else self.shape}
-        found = {}
+        work = {}
         for vocabulary, shape in shapes.items() if self.on_cpu else ():
             with suppress(BudgetError):  # the start raises it
-                found[vocabulary] = self._beside(shape)
-        return found
+                work[vocabulary] = self._beside(shape)
+        return work
 
     @property
     def operations(self) -> float:
@@ -117,26 +117,26 @@ def step_of(
     return Step(shape, load, content, on_cpu)
 
 
-def predict(found: Probed, step: Step, has_files: bool = False) -> Planned:
+def predict(rates: Probed, step: Step, has_files: bool = False) -> Planned:
     """Returns the plan of a run on one rank.
 
     A run with existing swap files reuses their space, so that free disk space does not matter.
     """
-    machine = _machine(found, load_config(step.content), has_files)
+    machine = _machine(rates, load_config(step.content), has_files)
     return recommend.plan(step.shape, machine, step.load, step.content)
 
 
-def _machine(found: Probed, config: Config, has_files: bool) -> Hardware:
+def _machine(rates: Probed, config: Config, has_files: bool) -> Hardware:
     device = compute_device(config.offload.device)
     if device.type not in ("cpu", "cuda"):
         raise ConfigError(f"the run computes on {device.type}, and runs on cpu and cuda alone are predicted")
-    if bool(found.machine["gpu"]) != (device.type == "cuda"):
+    if bool(rates.machine["gpu"]) != (device.type == "cuda"):
         raise ConfigError(
             f"the run computes on {device.type}, and the probe measured another device: run `offload probe --device "
             f"{device.type}`"
         )
     drives = config.drives if config.wants_store else ()
-    machine = probed(found, free_host_memory(), drives, config.dtype, config.torch_autocast.enabled)
+    machine = probed(rates, free_host_memory(), drives, config.dtype, config.torch_autocast.enabled)
     if device.type == "cuda":
         machine = replace(machine, gpu_memory=int(torch.cuda.mem_get_info(device)[0]))
     if has_files:

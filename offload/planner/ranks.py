@@ -273,7 +273,7 @@ def plan_stages(
     load = load._replace(schedule="micro_batch_major", speculate=False)
     sizes = list(loads(load, shape.sequence, batch, accumulation))
     ways = (False, True) if recompute is None else (recompute,)
-    found: dict[int, RanksPlan] = {}
+    best_plans: dict[int, RanksPlan] = {}
     refusal: Exception | None = None
     for stage in STAGES:
         plans: list[RanksPlan] = []
@@ -292,18 +292,18 @@ def plan_stages(
             best = max(plan.tokens_per_second for plan in plans)
             near = (plan for plan in plans if plan.tokens_per_second * WORTH >= best)
             # States on the GPU come first. What is sent beside compute takes its time too, in a run.
-            found[stage] = min(
+            best_plans[stage] = min(
                 near,
                 key=lambda plan: (PLACEMENTS.index((plan.weights, plan.states)), plan.traffic.nbytes / plan.tokens),
             )
-    if not found:
+    if not best_plans:
         if isinstance(refusal, ConfigError):  # options that go with no placement
             raise refusal
         raise BudgetError(
             f"{shape.name} does not fit on {count_of(cluster.nodes, 'machine')} of {count_of(cluster.gpus, 'GPU')}, in "
             "no ZeRO stage: give a smaller --batch-size or --seq-len, more --gpus, more --ram or a --drive"
         ) from refusal
-    return found
+    return best_plans
 
 
 def fastest(plans: dict[int, RanksPlan]) -> RanksPlan:

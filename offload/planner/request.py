@@ -128,8 +128,8 @@ def _that_fits(
         free = min(hardware.gpu_memory, torch.cuda.mem_get_info()[0])
     most = (int(_SHARE * free), _PASS_SECONDS)
 
-    def takes(each: Shape) -> tuple[float, float]:
-        return _nbytes(each, load.batch, dtype), compute_seconds(each, hardware, load.batch)
+    def takes(part: Shape) -> tuple[float, float]:
+        return _nbytes(part, load.batch, dtype), compute_seconds(part, hardware, load.batch)
 
     whole = takes(shape)
     if whole[0] <= most[0] and (whole[1] <= most[1] or layers == 1):
@@ -162,10 +162,10 @@ def _layers_within(layers: int, one: float, all_of_them: float, room: float) -> 
     The needs are in bytes or in seconds.
     """
     # `layers - 1` layers make the difference between the two needs: both include embedding and head.
-    each = (all_of_them - one) / max(layers - 1, 1)
-    if all_of_them <= room or each <= 0:
+    layer_nbytes = (all_of_them - one) / max(layers - 1, 1)
+    if all_of_them <= room or layer_nbytes <= 0:
         return layers
-    return max(1, min(layers, 1 + int((room - one) / each)))
+    return max(1, min(layers, 1 + int((room - one) / layer_nbytes)))
 
 
 def _nbytes(shape: Shape, batch: int, dtype: torch.dtype) -> int:
@@ -345,8 +345,8 @@ def _dtype(request: PlanOptions) -> str:
         return "bf16"
     if request.gpu is not None:
         return "bf16" if find_gpu(request.gpu)[0].has_bf16 else "fp32"
-    found = kept()
-    return "bf16" if found is None else choose(torch.device("cuda" if found.machine["gpu"] else "cpu")).dtype
+    rates = kept()
+    return "bf16" if rates is None else choose(torch.device("cuda" if rates.machine["gpu"] else "cpu")).dtype
 
 
 def _check(request: PlanOptions) -> None:
@@ -415,15 +415,15 @@ def hardware(request: PlanOptions, dtype: str = "bf16", autocast: bool = False) 
         if request.nvme_path:
             raise ConfigError("--nvme-path names a drive of the probed machine; with --gpu describe drives by --drive")
         return described(request.gpu, ram, drives, memory, link, dtype, autocast)
-    found = kept()
-    if found is None:
+    rates = kept()
+    if rates is None:
         raise ConfigError(
             "this machine was not probed: run `offload probe /mnt/nvme` first, or describe one: "
             "--gpu 24GB --ram 64GB --drive 7GB/s,4GB/s"
         )
     if memory is not None or link is not None:
         raise ConfigError("--memory-bandwidth and --pcie belong to a described machine; give --gpu too")
-    on = probed(found, free_host_memory() if ram is None else ram, request.nvme_path or (), dtype, autocast)
+    on = probed(rates, free_host_memory() if ram is None else ram, request.nvme_path or (), dtype, autocast)
     if not drives:
         return on
     kept_rates = tuple(rate for rate in on.rates if rate not in drive_rates(on.drives, "measured", "offload probe"))

@@ -136,7 +136,7 @@ def _seconds(passes: Sequence[Sequence[Use]]) -> list[float]:
 
 def _completed(others: Sequence[Sequence[Use]]) -> dict[int, float]:
     """Returns for each unit the compute of the passes after the first one up to its complete gradient, in seconds."""
-    found: dict[int, float] = {}
+    seconds_of: dict[int, float] = {}
     elapsed, last = 0.0, {id(one): number for number, one in enumerate(others)}
     for number, (one, seconds) in enumerate(zip(others, _seconds(others), strict=True)):
         if last[id(one)] > number:  # it counts from its last turn
@@ -145,8 +145,8 @@ def _completed(others: Sequence[Sequence[Use]]) -> dict[int, float]:
         for use in one:
             elapsed += use.seconds
             for unit in (use.unit, *use.completes):
-                found[unit] = elapsed
-    return found
+                seconds_of[unit] = elapsed
+    return seconds_of
 
 
 def _as_read(costs: Sequence[UpdateCost | None], memory: Memory) -> list[UpdateCost | None]:
@@ -254,7 +254,7 @@ class Pass(NamedTuple):
 
 def forward(shape: Shape, hardware: Hardware, load: Load, stay: Collection[int] = ()) -> list[Pass]:
     """Returns the uses of one micro-batch's forward, in order; units in `stay` never leave the device."""
-    found, times = [], Counter(use.unit for use in shape.uses)
+    passes, times = [], Counter(use.unit for use in shape.uses)
     blocks = recomputed(shape, load._replace(recompute=True))
     batch, inside = load.batch, {position for block in blocks for position in block.uses}
     for position, use in enumerate(shape.uses):
@@ -277,20 +277,20 @@ def forward(shape: Shape, hardware: Hardware, load: Load, stay: Collection[int] 
         kept = batch * use.attention / hardware.matmul if load.keep_attention else 0.0
         again = max(seconds - kept, handed)
         row_nbytes, repeats = use.row_nbytes, position in inside
-        found.append(Pass(use.unit, seconds, back, again, use.lookup, row_nbytes, repeats, choice=use.choice))
+        passes.append(Pass(use.unit, seconds, back, again, use.lookup, row_nbytes, repeats, choice=use.choice))
     for (block, after), input_ in zip(pairwise(shape.blocks), moving(shape, load), strict=False):
         # A block's input leaves once the next block starts. A backward starts a block with the block's last use.
-        found[after.uses[0]] = found[after.uses[0]]._replace(sends=input_)
-        found[block.uses[-1]] = found[block.uses[-1]]._replace(receives=input_)
+        passes[after.uses[0]] = passes[after.uses[0]]._replace(sends=input_)
+        passes[block.uses[-1]] = passes[block.uses[-1]]._replace(receives=input_)
     # A block that chooses experts uses several units, each of which its recomputation needs before its backward does.
     for block in shape.blocks:
-        if experts := {unit for position in block.uses for unit in found[position].choice.units}:
+        if experts := {unit for position in block.uses for unit in passes[position].choice.units}:
             for position in block.uses:
-                held = 1 if found[position].unit in experts else block.uses.stop - position
-                found[position] = found[position]._replace(held=held, block=False)
+                held = 1 if passes[position].unit in experts else block.uses.stop - position
+                passes[position] = passes[position]._replace(held=held, block=False)
             if block in blocks:
-                found[block.uses[-1]] = found[block.uses[-1]]._replace(repeats=len(block.uses))
-    return found
+                passes[block.uses[-1]] = passes[block.uses[-1]]._replace(repeats=len(block.uses))
+    return passes
 
 
 class Sums(NamedTuple):
@@ -309,22 +309,22 @@ NO_SUMS = Sums()
 
 
 def backward_seconds(
-    each: Pass, completes: bool, parts_numel: Sequence[int], hardware: Hardware, recompute: bool, sums: Sums = NO_SUMS
+    use: Pass, completes: bool, parts_numel: Sequence[int], hardware: Hardware, recompute: bool, sums: Sums = NO_SUMS
 ) -> float:
     """Returns the seconds of one use's backward, including sums and copies of its unit's gradient.
 
     A gradient is complete after the last use of its unit in the backward. That use is the unit's first in the forward.
     """
-    seconds = each.backward + (each.again if recompute and each.block else 0.0)
+    seconds = use.backward + (use.again if recompute and use.block else 0.0)
     if not completes:
         return seconds
-    numel = parts_numel[each.unit]
+    numel = parts_numel[use.unit]
     stored = numel / hardware.gradient
     # The gradient is copied after the backward on a CPU, beside it on a GPU.
-    if each.unit not in sums.nbytes:
+    if use.unit not in sums.nbytes:
         downloaded = hardware.itemsize * numel / hardware.download
         return seconds + stored if hardware.on_cpu else max(seconds, stored, downloaded)
-    nbytes = sums.nbytes[each.unit]
+    nbytes = sums.nbytes[use.unit]
     seconds += (2 * nbytes + hardware.itemsize * numel) / hardware.elementwise
     if not sums.leave:
         return seconds
@@ -360,7 +360,7 @@ def step_of(
         return _with_the_rest(*_layer_major(shape, firsts, memory, hardware, load))
     numels, totals = memory.parts.trainable_numel, dict(memory.placement.added)
     made: dict[tuple[int, bool], tuple[list[Use], list[Use]]] = {}
-    found: list[list[Use]] = []
+    passes: list[list[Use]] = []
     for number, first in enumerate(firsts, 1):
         key = (id(first), last := number == len(firsts))
         if key not in made:  # micro-batches without experts are one object
@@ -374,8 +374,8 @@ def step_of(
             )
             forth = [_forward(use) for use in first]
             made[key] = [forth[0]._replace(period=len(forth) + len(back)), *forth[1:]], back
-        found += made[key]
-    return _with_the_rest(*found)
+        passes += made[key]
+    return _with_the_rest(*passes)
 
 
 def _with_the_rest(*passes: list[Use]) -> tuple[list[Use], ...]:
@@ -398,26 +398,26 @@ def backward(
     completes: bool = True,
 ) -> list[Use]:
     """Returns the uses of a micro-batch's backward."""
-    found: list[Use] = []
+    uses: list[Use] = []
     ends = completing(first)
     for position in reversed(range(len(first))):
-        each = first[position]
-        ended = ends[each.unit] == position
-        seconds = backward_seconds(each, ended, parts_numel, hardware, recompute, sums)
-        _append(found, first, position, seconds, (each.unit,) if completes and ended else (), recompute)
-    return found
+        use = first[position]
+        ended = ends[use.unit] == position
+        seconds = backward_seconds(use, ended, parts_numel, hardware, recompute, sums)
+        _append(uses, first, position, seconds, (use.unit,) if completes and ended else (), recompute)
+    return uses
 
 
 def segments(shape: Shape) -> list[range]:
     """Returns the uses of a forward in groups: each repeated block, and each run of uses between blocks."""
-    found: list[range] = []
+    groups: list[range] = []
     position = 0
     for block in shape.blocks:
         if block.uses.start > position:
-            found.append(range(position, block.uses.start))
-        found.append(block.uses)
+            groups.append(range(position, block.uses.start))
+        groups.append(block.uses)
         position = block.uses.stop
-    return [*found, range(position, len(shape.uses))]
+    return [*groups, range(position, len(shape.uses))]
 
 
 def chain(shape: Shape) -> int:
@@ -443,14 +443,14 @@ def _layer_major(
             made[key] = [_forward(firsts[number][position]) for position in segment]
         return made[key]
 
-    def back(segment: range, number: int, found: list[Use]) -> list[Use]:
+    def back(segment: range, number: int, uses: list[Use]) -> list[Use]:
         first, last = firsts[number], number == count - 1
         for position in reversed(segment):
-            each, sums = first[position], Sums(totals if count > 1 else {}, last, itemsize)
-            ended = ends[number][each.unit] == position
-            seconds = backward_seconds(each, ended, numels, hardware, load.recompute, sums)
-            _append(found, first, position, seconds, (each.unit,) if last and ended else (), load.recompute)
-        return found
+            use, sums = first[position], Sums(totals if count > 1 else {}, last, itemsize)
+            ended = ends[number][use.unit] == position
+            seconds = backward_seconds(use, ended, numels, hardware, load.recompute, sums)
+            _append(uses, first, position, seconds, (use.unit,) if last and ended else (), load.recompute)
+        return uses
 
     opening = [use for segment in body for number in range(count) for use in _period(forth(segment, number))]
     rest: list[Use] = []
@@ -481,28 +481,28 @@ def _period(uses: list[Use]) -> list[Use]:
     return [use._replace(period=len(uses)) for use in uses[:1]] + uses[1:]
 
 
-def _forward(each: Pass) -> Use:
-    return Use(each.unit, each.seconds, each.held, sends=each.sends, expects=each.choice, lookup=each.row_nbytes)
+def _forward(use: Pass) -> Use:
+    return Use(use.unit, use.seconds, use.held, sends=use.sends, expects=use.choice, lookup=use.row_nbytes)
 
 
 def _append(
-    found: list[Use], first: Sequence[Pass], position: int, seconds: float, completes: tuple[int, ...], recompute: bool
+    uses: list[Use], first: Sequence[Pass], position: int, seconds: float, completes: tuple[int, ...], recompute: bool
 ) -> None:
     """Appends a use of a backward, after those of a recomputation that has uses of its own.
 
     The use of an embedding fetches no weights, so the use before includes it.
     """
-    each = first[position]
-    if each.lookup and found:
-        before = found[-1]
-        found[-1] = before._replace(seconds=before.seconds + seconds, completes=(*before.completes, *completes))
+    use = first[position]
+    if use.lookup and uses:
+        before = uses[-1]
+        uses[-1] = before._replace(seconds=before.seconds + seconds, completes=(*before.completes, *completes))
         return
-    receives = each.receives
-    for again in first[position + 1 - each.repeats : position + 1] if recompute and each.repeats else ():
+    receives = use.receives
+    for again in first[position + 1 - use.repeats : position + 1] if recompute and use.repeats else ():
         choice = again.choice._replace(at_once=True)
-        found.append(Use(again.unit, again.again, again.held, receives=receives, expects=choice))
+        uses.append(Use(again.unit, again.again, again.held, receives=receives, expects=choice))
         receives = Input()  # the recomputation needs it first
-    found.append(Use(each.unit, seconds, receives=receives, completes=completes))
+    uses.append(Use(use.unit, seconds, receives=receives, completes=completes))
 
 
 # -- prediction ----------------------------------------------------------------------------------------
@@ -666,10 +666,10 @@ def _predict(memory: Memory, shape: Shape, hardware: Hardware, load: Load, coars
     number, counted = (_SPECULATIVE_STEPS, _COUNTED) if early and not coarse else (_STEPS, 1)
     tile_numel = _tile_numel(memory, _COARSE_TILES if coarse else _TILES_OF_A_UNIT)
     # Only the choice of experts differs from step to step.
-    each = [_passes(memory, shape, hardware, load, step) for step in range(number if shape.chooses else 1)]
-    steps = tuple(tuple(use for one in passes for use in one) for passes in each)
-    passes, costs = each[-1], _costs(memory, shape)
-    found = _simulated(
+    passes_of_steps = [_passes(memory, shape, hardware, load, step) for step in range(number if shape.chooses else 1)]
+    steps = tuple(tuple(use for one in passes for use in one) for passes in passes_of_steps)
+    passes, costs = passes_of_steps[-1], _costs(memory, shape)
+    simulation = _simulated(
         steps if shape.chooses else steps * number,
         tuple(
             unit_sizes(
@@ -696,16 +696,16 @@ def _predict(memory: Memory, shape: Shape, hardware: Hardware, load: Load, coars
     costs = _of_step(costs, passes)
     compute = sum(_seconds(passes))
     return Timing(
-        seconds=found.seconds,
+        seconds=simulation.seconds,
         compute_seconds=compute,
         # If both add up the same seconds, rounding may make the bound the larger one.
-        formula_seconds=min(_least(passes, memory, costs, rates), found.seconds),
-        busy=_busy(found, costs, rates, compute, hardware),
-        waited=found.waited,
-        moved=found.moved,
+        formula_seconds=min(_least(passes, memory, costs, rates), simulation.seconds),
+        busy=_busy(simulation, costs, rates, compute, hardware),
+        waited=simulation.waited,
+        moved=simulation.moved,
         tokens=load.tokens(shape),
-        miss_seconds=_miss_seconds(found, costs, rates),
-        simulation=found,
+        miss_seconds=_miss_seconds(simulation, costs, rates),
+        simulation=simulation,
     )
 
 
@@ -741,21 +741,25 @@ def _of_step(costs: Sequence[UpdateCost | None], passes: Sequence[Sequence[Use]]
     return [None if cost is None or (cost.if_used and unit not in used) else cost for unit, cost in enumerate(costs)]
 
 
-def _miss_seconds(found: Simulation, costs: Sequence[UpdateCost | None], rates: SimulatedRates) -> float:
+def _miss_seconds(simulation: Simulation, costs: Sequence[UpdateCost | None], rates: SimulatedRates) -> float:
     """Returns the most seconds that a clipped step takes longer, since it repeats the updates under its backward."""
-    again = [cost for cost in (costs[unit] for unit in found.speculated) if cost is not None]
+    again = [cost for cost in (costs[unit] for unit in simulation.speculated) if cost is not None]
     read = sum(cost.weight_nbytes + cost.state_nbytes for cost in again)
     written = sum(cost.written_nbytes for cost in again)
     return max(rates.drive_seconds(read, written), sum(cost.numel for cost in again) / rates.kernel) if again else 0.0
 
 
 def _busy(
-    found: Simulation, costs: Sequence[UpdateCost | None], rates: SimulatedRates, compute: float, hardware: Hardware
+    simulation: Simulation,
+    costs: Sequence[UpdateCost | None],
+    rates: SimulatedRates,
+    compute: float,
+    hardware: Hardware,
 ) -> dict[str, float]:
-    on_link = defaultdict(float, found.busy)
+    on_link = defaultdict(float, simulation.busy)
     # Both directions of the link work at once.
     copies = max(on_link["upload"] + on_link["input upload"], on_link["input download"])
-    moved = found.moved
+    moved = simulation.moved
     kernel = sum(cost.numel for cost in costs if cost is not None) / rates.kernel
     return {
         "compute": compute,

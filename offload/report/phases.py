@@ -87,14 +87,14 @@ class Verdict(NamedTuple):
         return self.advice.partition(";")[0]
 
 
-def verdict(found: Mapping[str, Any]) -> Verdict:
+def verdict(facts: Mapping[str, Any]) -> Verdict:
     """Returns the limit of the run's speed with advice, or how to measure the phases."""
-    by, spent = found["bound_by"], found["step_parts_seconds"]
+    by, spent = facts["bound_by"], facts["step_parts_seconds"]
     if by is None:
         return Verdict("", "", 'Phases were not measured: set "wall_clock_breakdown" in the config.')
     # The small number avoids a division by zero for steps of zero length.
     share = spent[by] / max(sum(spent.values()), 1e-12)
-    return Verdict(by, f"{share:.0%} of a step: {PARTS[by]}", found["advice"])
+    return Verdict(by, f"{share:.0%} of a step: {PARTS[by]}", facts["advice"])
 
 
 def parts(values: Mapping[str, Any]) -> dict[str, float]:

@@ -97,8 +97,8 @@ def _events(path: Path) -> list[Mapping[str, Any]]:
             data += file.read(_MOST_BYTES) if data == b"{" else b""
             if len(data) > _MOST_BYTES:
                 raise ValueError(f"more than {format_size(_MOST_BYTES)}")
-            found = parse(data)["traceEvents"]
-            return [event for event in found if event.get("ph") != "X" or _is_ours(event)]
+            events = parse(data)["traceEvents"]
+            return [event for event in events if event.get("ph") != "X" or _is_ours(event)]
     except OSError as error:
         raise ConfigError(f"cannot read the timeline {path}: {error.strerror or error}") from error
     except (ValueError, KeyError, TypeError, AttributeError, EOFError, RecursionError, zlib.error) as error:
@@ -200,7 +200,7 @@ def _drawn(spans: Sequence[Span], least: float) -> list[Span]:
     `least` is the shortest visible duration, in microseconds.
     """
     drawn: list[Span] = []
-    for span in sorted(spans, key=lambda each: (each.start, -each.end)):
+    for span in sorted(spans, key=lambda span: (span.start, -span.end)):
         last = drawn[-1] if drawn else None
         small = span.end - span.start < least
         # Thousands of tiny spans would make the page slow: neighbours become one, up to a visible length.

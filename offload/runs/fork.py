@@ -113,8 +113,8 @@ def history(path: Path) -> list[dict[str, Any]]:
         StoreError: There is no such run.
     """
     path = real_path(path)
-    found = inspect(path.parent) if path.parent.is_dir() else {}
-    runs = [run for run in found.get("runs", ()) if any(rank["commits"] for rank in run["ranks"])]
+    report = inspect(path.parent) if path.parent.is_dir() else {}
+    runs = [run for run in report.get("runs", ()) if any(rank["commits"] for rank in run["ranks"])]
     by_id = {run["ranks"][0]["run_id"]: run for run in runs}
     # Kept steps outlive their run, whose name still leads to them.
     start = next((run for run in runs if run["run"] == path.name), None)

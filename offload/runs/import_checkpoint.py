@@ -83,43 +83,43 @@ def check_output(out: Path) -> None:
         raise StoreError(f"{there} is a file; expected a folder of checkpoints, or a new path: give another folder")
 
 
-def nbytes_of(found: ForeignCheckpoint) -> int:
+def nbytes_of(checkpoint: ForeignCheckpoint) -> int:
     """Returns the bytes of the states of an import."""
-    return sum(tensor.nbytes for tensor in _tensors(found).values())
+    return sum(tensor.nbytes for tensor in _tensors(checkpoint).values())
 
 
 def import_checkpoint(
-    found: ForeignCheckpoint, out: Path, queue: Queue, progress: Callable[[int], None] = lambda _: None
+    foreign: ForeignCheckpoint, out: Path, queue: Queue, progress: Callable[[int], None] = lambda _: None
 ) -> Imported:
     """Writes a checkpoint into the folder `out`, under the tag that it has, completely or not at all.
 
     `out` is created if it does not exist, and its `latest` names the new checkpoint. The queue is the caller's.
     """
-    checkpoint = out / check_tag(real_path(found.folder).name)
+    checkpoint = out / check_tag(real_path(foreign.folder).name)
     # Read twice, as in a load, so that damage is noticed before anything is written.
-    found.check_bytes(EVERYTHING, queue, 0, 1)
+    foreign.check_bytes(EVERYTHING, queue, 0, 1)
     make_folder(out)
     with only_save(out, checkpoint.name):
         partial = begin_folder(checkpoint, True)
         try:
-            check_room(partial, nbytes_of(found) + _SLACK, checkpoint)
-            files = {states_file(0): _write_states(found, partial / states_file(0), queue, progress)}
-            contents = safetensors.torch.save({**found.progress.pack(), **found.contents})
+            check_room(partial, nbytes_of(foreign) + _SLACK, checkpoint)
+            files = {states_file(0): _write_states(foreign, partial / states_file(0), queue, progress)}
+            contents = safetensors.torch.save({**foreign.progress.pack(), **foreign.contents})
             write_new(partial / progress_file(0), contents)
             # Small, so its sum is made in memory.
             files[progress_file(0)] = Saved(len(contents), {"": crc32c(contents)})
             now = datetime.now(timezone.utc).isoformat()
-            write_new(partial / MANIFEST, found.manifest._replace(created=now, files=files).pack())
+            write_new(partial / MANIFEST, foreign.manifest._replace(created=now, files=files).pack())
             end_folder(checkpoint, True)
         except BaseException:
             drop_partial(checkpoint)
             raise
-    parameters = sum(segment.numel for layout in found.layouts for segment in layout.segments)
-    return Imported(checkpoint, found.manifest.step, parameters, nbytes_of(found), found.notices)
+    parameters = sum(segment.numel for layout in foreign.layouts for segment in layout.segments)
+    return Imported(checkpoint, foreign.manifest.step, parameters, nbytes_of(foreign), foreign.notices)
 
 
-def _tensors(found: ForeignCheckpoint) -> dict[str, Tensor]:
-    return tensors_of(found.layouts, found.mode, 0, 1, True)
+def _tensors(checkpoint: ForeignCheckpoint) -> dict[str, Tensor]:
+    return tensors_of(checkpoint.layouts, checkpoint.mode, 0, 1, True)
 
 
 class _ImportedChunk(NamedTuple):
@@ -135,21 +135,21 @@ class _ImportedChunk(NamedTuple):
         return tensor_name(self.unit, self.state)
 
 
-def _write_states(found: ForeignCheckpoint, path: Path, queue: Queue, progress: Callable[[int], None]) -> Saved:
+def _write_states(checkpoint: ForeignCheckpoint, path: Path, queue: Queue, progress: Callable[[int], None]) -> Saved:
     sums: dict[str, int] = {}
     itemsize = torch.float32.itemsize
     with (
-        contextlib.closing(found.open(queue)) as reader,
-        SafetensorsWriter(path, _tensors(found)) as writer,
+        contextlib.closing(checkpoint.open(queue)) as reader,
+        SafetensorsWriter(path, _tensors(checkpoint)) as writer,
         DirectFile(path) as file,
     ):
 
         def begin(chunk: _ImportedChunk, buffer: memoryview) -> Iterator[Pending]:
-            stop = min(chunk.stop, found.parameters[chunk.unit].numel)
+            stop = min(chunk.stop, checkpoint.parameters[chunk.unit].numel)
             # The rest of the chunk is padding.
             torch.frombuffer(buffer, dtype=torch.float32)[max(0, stop - chunk.start) : chunk.stop - chunk.start].zero_()
             if chunk.start < stop:
-                source = SavedElement(chunk.unit, chunk.start, found.parameters[chunk.unit].trainable)
+                source = SavedElement(chunk.unit, chunk.start, checkpoint.parameters[chunk.unit].trainable)
                 memory = buffer[: (stop - chunk.start) * itemsize]
                 yield from reader.read(Run(chunk.start, stop, source), chunk.state, memory, 0)
 
@@ -164,14 +164,14 @@ def _write_states(found: ForeignCheckpoint, path: Path, queue: Queue, progress: 
             sums[chunk.name] = crc32c_joined(sums.get(chunk.name, 0), writes[0].crc32c(), nbytes)
             progress(nbytes)
 
-        flow(flow_buffers(), _chunks(found), begin, end, ended)
+        flow(flow_buffers(), _chunks(checkpoint), begin, end, ended)
         return Saved(writer.nbytes, sums)
 
 
-def _chunks(found: ForeignCheckpoint) -> Iterator[_ImportedChunk]:
+def _chunks(checkpoint: ForeignCheckpoint) -> Iterator[_ImportedChunk]:
     step = BUFFER_NBYTES // torch.float32.itemsize
-    for unit, layout in enumerate(found.layouts):
-        for state in found.mode.states:
+    for unit, layout in enumerate(checkpoint.layouts):
+        for state in checkpoint.mode.states:
             # Frozen parameters have only a weight.
             numel = layout.numel if state is State.WEIGHT else layout.trainable_stop
             for start in range(0, numel, step):

@@ -18,8 +18,8 @@ def find_own(path: Path, tag: str | None = None) -> Path | None:
     latest checkpoint, or `path` itself.
     """
     # Checkpoints may have been saved into the folder of a run, but the run's swap files have later steps.
-    found = None if tag is None and holds_run(path) else find(path, tag)
-    folder = None if found is None else Path(found)
+    checkpoint = None if tag is None and holds_run(path) else find(path, tag)
+    folder = None if checkpoint is None else Path(checkpoint)
     ours = bool(rank_folders(path)) if folder is None else is_checkpoint(folder)
     if not ours:
         # Imported here, since it imports torch, which commands on folders of offload do not need.
@@ -41,5 +41,5 @@ def of_trainer(output: Path) -> list[Path]:
     steps = [folder for folder in output.glob("checkpoint-*") if folder.name.removeprefix("checkpoint-").isdecimal()]
     # A save that was cut short has not written `latest` yet.
     whole = [step for step in sorted(steps, key=lambda step: int(step.name[11:])) if (step / LATEST).is_file()]
-    found = (find(folder, None) for folder in whole)
-    return [Path(path) for path in found if path is not None and is_checkpoint(Path(path))]
+    checkpoints = (find(folder, None) for folder in whole)
+    return [Path(path) for path in checkpoints if path is not None and is_checkpoint(Path(path))]

@@ -57,8 +57,8 @@ def parse_steps(text: str) -> range:
     Raises:
         UsageError: `text` is neither, or the steps are in the wrong order.
     """
-    found = re.fullmatch(r"([0-9]{1,18})(?:\.\.([0-9]{1,18}))?", text)
-    first, last = (0, 0) if found is None else (int(found[1]), int(found[2] or found[1]))
+    match = re.fullmatch(r"([0-9]{1,18})(?:\.\.([0-9]{1,18}))?", text)
+    first, last = (0, 0) if match is None else (int(match[1]), int(match[2] or match[1]))
     if not 1 <= first <= last:
         raise UsageError(f"expected steps as 100..120, from 1 on and in this order, got {text!r}")
     return range(first, last + 1)
@@ -167,14 +167,14 @@ def replay(
 def commits_of(path: Path) -> dict[int, Path]:
     """Returns the folder of each step of a run that can be forked: its kept steps, and its last commit."""
     base = path.name.partition("@")[0]
-    found: dict[int, Path] = {}
+    folders: dict[int, Path] = {}
     for row in history(path):
         name, at, _ = row["run"].partition("@")
-        if name == base and (at or row["step"] not in found):
-            found[row["step"]] = path.with_name(row["run"])
-    if not found:
+        if name == base and (at or row["step"] not in folders):
+            folders[row["step"]] = path.with_name(row["run"])
+    if not folders:
         raise StoreError(f"{path} has no commit of its own, only those of its forks; give the folder of one of them")
-    return found
+    return folders
 
 
 def drives_of(run: Path) -> list[str]:

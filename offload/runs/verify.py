@@ -307,10 +307,10 @@ class CheckpointChecking:
         # If a file is missing or has another size, offsets are not valid, so no tensor is compared.
         for rank in range(0 if wrong or manifest.parts else manifest.ranks):
             try:
-                found = look(path, rank, manifest.ranks, {})
+                rank_files = look(path, rank, manifest.ranks, {})
                 # Ranks outside of the first replica have saved only their progress.
-                names = found.places[rank] if rank < manifest.world_size else ()
-                compare_bytes(found, [(rank, name) for name in names], queue, damaged, compared)
+                names = rank_files.places[rank] if rank < manifest.world_size else ()
+                compare_bytes(rank_files, [(rank, name) for name in names], queue, damaged, compared)
                 compared(manifest.files[progress_file(rank)].nbytes)
             except (StoreError, IoError) as error:
                 wrong.append(Wrong(str(path), str(error)))

@@ -180,8 +180,8 @@ def test_what_is_cudas_own_is_used_for_cuda_alone(monkeypatch: pytest.MonkeyPatc
 def test_an_accelerator_without_kernels_of_ours_says_so() -> None:
     device = Device(XPU)
     device.host_addressable = False
-    found, (notice,) = _device_kernels(device)
-    assert not found and "kernels for CUDA alone, and this device is xpu" in notice
+    kernels, (notice,) = _device_kernels(device)
+    assert not kernels and "kernels for CUDA alone, and this device is xpu" in notice
 
 
 def test_the_generator_of_any_accelerator_is_kept_and_a_state_of_another_is_skipped(
@@ -418,9 +418,9 @@ def test_a_thread_that_waits_for_cuda_sleeps(monkeypatch: pytest.MonkeyPatch) ->
             side.wait(event)  # type: ignore[arg-type]
 
     wait(events[:2])
-    other = threading.Thread(target=wait, args=(events[2:],))
-    other.start()
-    other.join()
+    thread = threading.Thread(target=wait, args=(events[2:],))
+    thread.start()
+    thread.join()
     assert all(event.ended for event in events) and len(made) == 2, "a stream for each thread"
 
 

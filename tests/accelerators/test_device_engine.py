@@ -380,8 +380,8 @@ def test_blocks_of_frozen_weights_are_streamed_in_chunks(tmp_path: Path, monkeyp
     expected = run(dequantized(CODED, "nf4"), ("none", "none"), tmp_path / "values", device="cpu")
     small_pieces(monkeypatch)
     device.seed(3, 0.95)
-    found = on_device(CODED, ("nvme", "nvme"), tmp_path / "late", frozen="nf4", host_memory="3MiB")
-    assert_same(expected, found)
+    result = on_device(CODED, ("nvme", "nvme"), tmp_path / "late", frozen="nf4", host_memory="3MiB")
+    assert_same(expected, result)
 
 
 @pytest.mark.sample(1)
@@ -398,8 +398,8 @@ def test_weights_of_other_libraries_keep_every_bit(kind: str, placement: tuple[s
         device.seed(seed, lateness)
         # Room for all where weights are on the device; else for two or three units of six.
         options = {} if placement[0] == "none" else {"device_memory": (60 + 24 * seed) << 10}
-        found = on_device(job, placement, tmp_path / str(seed), **options)
-        assert (expected.losses, expected.norms) == (found.losses, found.norms)
+        result = on_device(job, placement, tmp_path / str(seed), **options)
+        assert (expected.losses, expected.norms) == (result.losses, result.norms)
     torch.manual_seed(job.seed)
     stored, engine = job.model().state_dict(), start(job, placement, tmp_path)
     for name, value in engine.module.state_dict().items():

@@ -270,7 +270,7 @@ def test_an_error_in_a_backward_leaves_what_a_backward_has_added(
     def failed(gradient: torch.Tensor) -> None:
         raise ValueError("of the user")
 
-    found = {}
+    results = {}
     for name in ("at once", "late"):
         if name == "late":
             late(monkeypatch)
@@ -285,10 +285,10 @@ def test_an_error_in_a_backward_leaves_what_a_backward_has_added(
         engine.backward(job.loss(engine, 1, 0))
         engine.optimizer.step()
         losses += [engine.get_global_grad_norm(), train_step(engine, job, 2)]
-        found[name] = losses, weights_of(engine)
+        results[name] = losses, weights_of(engine)
         engine.destroy(remove=True)
-    assert found["at once"][0] == found["late"][0]
-    assert_same_tensors(found["at once"][1], found["late"][1])
+    assert results["at once"][0] == results["late"][0]
+    assert_same_tensors(results["at once"][1], results["late"][1])
 
 
 def test_gradients_that_spill_leave_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -364,14 +364,14 @@ def test_what_the_first_step_has_left_free_is_for_weights_first(
     engine = start(job, ("cpu", "cpu"), tmp_path)
     need, moved = testing.inspect(engine).device_need, list[int]()
     assert engine.device_memory < need.weights and not need.added(engine.device_memory)
-    found = []
+    steps = []
     with Ticks(device):
         for step in range(job.steps):
             before = device.downloaded
-            found.append((train_step(engine, job, step), engine.get_global_grad_norm()))
+            steps.append((train_step(engine, job, step), engine.get_global_grad_norm()))
             moved.append(device.downloaded - before)
             assert all_added(engine) and engine.device_memory == need.most
-    assert found == list(zip(expected.losses, expected.norms, strict=True)) and device.broken == []
+    assert steps == list(zip(expected.losses, expected.norms, strict=True)) and device.broken == []
     assert_same_tensors(expected.weights, weights_of(engine))
     assert moved[0] > moved[1] == moved[2] == moved[3]
     engine.destroy(remove=True)
@@ -408,7 +408,7 @@ def test_the_bits_are_those_of_sums_on_the_host(
     job = JOBS[name]._replace(dtype=dtype)
     if accumulates not in (None, dtype):
         pytest.skip("a dtype of another mode")
-    found = []
+    results = []
     for seed, device in enumerate((None, LateDevice(0, 0.9))):
         with monkeypatch.context() as patch:
             if device is not None:
@@ -419,13 +419,13 @@ def test_the_bits_are_those_of_sums_on_the_host(
             engine = offload.initialize(model=job.model(), config=settings)[0]
             assert all_added(engine) == (device is not None or engine.device.type != "cpu")
             if device is None:
-                found.append(trained(engine, job))
+                results.append(trained(engine, job))
             else:
                 with Ticks(device):
-                    found.append(trained(engine, job))
+                    results.append(trained(engine, job))
                 assert device.broken == []
             engine.destroy(remove=True)
-    assert_same(*found)
+    assert_same(*results)
 
 
 def more_than_the_count(engine: offload.Engine, job: Job, step: int) -> None:
@@ -470,7 +470,7 @@ def one_at_the_end(engine: offload.Engine, job: Job, step: int) -> None:
 def test_what_a_loop_does_in_the_middle_changes_no_bit(
     loop: Callable[..., None], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    found = []
+    results = []
     for seed, device in enumerate((None, LateDevice(0, 0.9))):
         with monkeypatch.context() as patch:
             if device is not None:
@@ -483,10 +483,10 @@ def test_what_a_loop_does_in_the_middle_changes_no_bit(
                     norms.append(engine.get_global_grad_norm())
             assert all_added(engine) == (device is not None or engine.device.type != "cpu")
             assert device is None or device.broken == []
-            found.append((norms, weights_of(engine)))
+            results.append((norms, weights_of(engine)))
             engine.destroy(remove=True)
-    assert found[0][0] == found[1][0]
-    assert_same_tensors(found[0][1], found[1][1])
+    assert results[0][0] == results[1][0]
+    assert_same_tensors(results[0][1], results[1][1])
 
 
 def test_a_step_that_is_skipped_leaves_nothing_of_its_gradients(
@@ -498,7 +498,7 @@ def test_a_step_that_is_skipped_leaves_nothing_of_its_gradients(
     def loss(model: nn.Module, step: int, micro: int) -> torch.Tensor:
         return job.loss(model, step, micro) * (float("inf") if (step, micro) == (1, 0) else 1.0)
 
-    found = []
+    results = []
     for seed, device in enumerate((None, LateDevice(0, 0.9))):
         with monkeypatch.context() as patch:
             if device is not None:
@@ -507,10 +507,10 @@ def test_a_step_that_is_skipped_leaves_nothing_of_its_gradients(
             for step in range(4):
                 train_step(engine, job._replace(loss=loss), step)
             assert engine.skipped_steps == 1
-            found.append((engine.get_global_grad_norm(), weights_of(engine)))
+            results.append((engine.get_global_grad_norm(), weights_of(engine)))
             engine.destroy(remove=True)
-    assert found[0][0] == found[1][0]
-    assert_same_tensors(found[0][1], found[1][1])
+    assert results[0][0] == results[1][0]
+    assert_same_tensors(results[0][1], results[1][1])
 
 
 def test_a_total_on_its_way_at_a_ctrl_c_is_not_added_to(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -519,7 +519,7 @@ def test_a_total_on_its_way_at_a_ctrl_c_is_not_added_to(tmp_path: Path, monkeypa
     testing.replace(
         monkeypatch, "gradient.begin_download", lambda self, real=DeviceToHost._begin: go.wait(60) and real(self)
     )
-    found = []
+    results = []
     for interrupted in (False, True):
         go.set()
         device = late_totals(monkeypatch)
@@ -538,10 +538,10 @@ def test_a_total_on_its_way_at_a_ctrl_c_is_not_added_to(tmp_path: Path, monkeypa
             engine.backward(JOB.loss(engine, 0, 2))
             engine.step()
         assert device.broken == [] and engine.global_steps == 1
-        found.append((engine.get_global_grad_norm(), weights_of(engine)))
+        results.append((engine.get_global_grad_norm(), weights_of(engine)))
         engine.destroy(remove=True)
-    assert found[0][0] == found[1][0]
-    assert_same_tensors(found[0][1], found[1][1])
+    assert results[0][0] == results[1][0]
+    assert_same_tensors(results[0][1], results[1][1])
 
 
 def stopped(*_: Any) -> None:

@@ -143,9 +143,9 @@ def grown(made: Made, job: Job = JOB) -> list[float]:
     """Trains the first step, after which the arena has grown, and returns its loss."""
     engine, device, _ = made
     before = engine.device_memory
-    found = [train_step(engine, job, 0)]
+    losses = [train_step(engine, job, 0)]
     assert engine.device_memory > before and device.arena == engine.device_memory
-    return found
+    return losses
 
 
 def too_much(made: Made) -> int:
@@ -281,7 +281,7 @@ def test_an_arena_that_has_grown_changes_no_bit_and_uploads_less(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     job = models.GPT2._replace(steps=4)
-    found, uploads, sizes = {}, {}, {}
+    results, uploads, sizes = {}, {}, {}
     for free in (0, GIB):
         device = LateDevice(0, 0.9)
         device.spare = DeviceRoom(free, 0)
@@ -290,12 +290,12 @@ def test_an_arena_that_has_grown_changes_no_bit_and_uploads_less(
             engine = start(job, ("cpu", "cpu"), tmp_path)
             at_first = engine.device_memory
             with Ticks(device):
-                found[free] = trained(engine, job)
+                results[free] = trained(engine, job)
             uploads[free], sizes[free] = device.copies - device.downloads, engine.device_memory
             assert str(engine.memory_report())
             engine.destroy(remove=True)
         assert device.broken == [] and sizes[0] == at_first
-    assert_same(found[0], found[GIB])
+    assert_same(results[0], results[GIB])
     assert sizes[GIB] > sizes[0] and uploads[GIB] < uploads[0]
     assert f"device memory grows from {format_size(sizes[0])} to {format_size(sizes[GIB])}" in caplog.text
 

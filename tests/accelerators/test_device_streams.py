@@ -149,8 +149,8 @@ def test_what_is_rounded_stochastically_is_updated_there_too(
     device = LateDevice(0, 0.9)
     use_device(monkeypatch, device)
     tiles = watch_updates(monkeypatch, device)
-    found = train(JOB, ("none", "none"), tmp_path / "late", device, device_memory=ALL_UNITS, **options)
-    assert_same(expected, found)
+    result = train(JOB, ("none", "none"), tmp_path / "late", device, device_memory=ALL_UNITS, **options)
+    assert_same(expected, result)
     assert device.broken == [] and len(tiles) >= JOB.steps and device.downloads == JOB.steps
 
 
@@ -172,7 +172,7 @@ def test_gradients_that_have_no_room_there_leave_the_device(tmp_path: Path, monk
 
 
 def test_gradients_on_the_device_are_read_and_set(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    found: dict[str, tuple[list[torch.Tensor], float | None]] = {}
+    results: dict[str, tuple[list[torch.Tensor], float | None]] = {}
     for name, device in (("plain", None), ("late", LateDevice(0, 0.9))):
         with monkeypatch.context() as patch:
             if device is not None:
@@ -191,10 +191,12 @@ def test_gradients_on_the_device_are_read_and_set(tmp_path: Path, monkeypatch: p
             moments = [offload.safe_get_full_optimizer_state(weight, "exp_avg") for weight in weights]
             with torch.no_grad():
                 weights[1].mul_(0.5)  # an edit, which is an update without a gradient
-            found[name] = ([*gradients, *moments, *engine.state_dict().values()], engine.get_global_grad_norm())
+            results[name] = ([*gradients, *moments, *engine.state_dict().values()], engine.get_global_grad_norm())
             engine.destroy(remove=True)
-    assert found["plain"][1] == found["late"][1]
-    assert all(torch.equal(one.cpu(), other) for one, other in zip(found["plain"][0], found["late"][0], strict=True))
+    assert results["plain"][1] == results["late"][1]
+    assert all(
+        torch.equal(one.cpu(), other) for one, other in zip(results["plain"][0], results["late"][0], strict=True)
+    )
 
 
 @pytest.mark.parametrize(("way", "error"), [("download", EngineFailed), ("upload", RuntimeError)])
@@ -340,9 +342,9 @@ def check(plan: Plan, seed: int, folder: Path, monkeypatch: pytest.MonkeyPatch) 
     device = LateDevice(seed, plan.lateness)
     device.spare = DeviceRoom(plan.spare, 0)
     use_device(monkeypatch, device)
-    found, added = carry_out(plan, seed, folder / "late", device)
+    result, added = carry_out(plan, seed, folder / "late", device)
     assert device.broken == [], plan
-    assert_same(expected, found, str(plan))
+    assert_same(expected, result, str(plan))
     return added
 
 

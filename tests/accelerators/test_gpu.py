@@ -213,9 +213,9 @@ def test_every_placement_has_the_same_bits(accumulation: int, dtype: str, tmp_pa
     first: Result | None = None
     for placement in PLACEMENTS:
         room = {"device_memory": room_for(job, 2)} if "none" not in placement else {}
-        found = run(job, placement, tmp_path / "-".join(placement), **GPU, **room)
-        first = first or found
-        assert_same(first, found, "-".join(placement))
+        result = run(job, placement, tmp_path / "-".join(placement), **GPU, **room)
+        first = first or result
+        assert_same(first, result, "-".join(placement))
 
 
 def test_what_lives_on_the_gpu_is_updated_there(tmp_path: Path) -> None:
@@ -229,7 +229,7 @@ def test_what_lives_on_the_gpu_is_updated_there(tmp_path: Path) -> None:
 @pytest.mark.parametrize("placement", [("cpu", "cpu"), ("nvme", "nvme")], ids="-".join)
 def test_what_the_gpu_adds_up_has_the_bits_of_the_hosts_sums(placement: tuple[str, str], tmp_path: Path) -> None:
     """And leaves it once: with four micro-batches the GPU copies fewer bytes away."""
-    job, found, copied = JOB._replace(accumulation=4, steps=4), list[Result](), list[int]()
+    job, results, copied = JOB._replace(accumulation=4, steps=4), list[Result](), list[int]()
     for name, room in (("host", room_for(job, 3)), ("gpu", 1 << 28)):
         engine = start(job, placement, tmp_path / name, **GPU, device_memory=room)
         inspected, device = testing.inspect(engine), testing.inspect(engine).device
@@ -244,10 +244,10 @@ def test_what_the_gpu_adds_up_has_the_bits_of_the_hosts_sums(placement: tuple[st
 
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(device, "download", counted)
-            found.append(trained(engine, job))
+            results.append(trained(engine, job))
         copied.append(nbytes[0])
         engine.destroy(remove=True)
-    assert_same(*found)
+    assert_same(*results)
     assert copied[1] < 0.6 * copied[0]
 
 
@@ -272,7 +272,7 @@ def test_compiled_blocks_have_the_same_bits_in_memory_and_on_disk(tmp_path: Path
 @pytest.mark.parametrize("own", [False, True], ids=["by the config", "by a context of the user's"])
 def test_autocast_has_the_same_bits_in_memory_and_on_disk(own: bool, tmp_path: Path) -> None:
     job = models.GPT2._replace(steps=3)
-    found = []
+    results = []
     for placement, room in ((("none", "none"), {}), (("nvme", "nvme"), {"device_memory": room_for(job, 2)})):
         torch.manual_seed(job.seed)
         settings = config(job, placement, tmp_path / placement[0], **GPU, **room)
@@ -286,15 +286,15 @@ def test_autocast_has_the_same_bits_in_memory_and_on_disk(own: bool, tmp_path: P
             engine.backward(loss)
             losses.append(float(loss.detach()))
             engine.step()
-        found.append((losses, engine.get_global_grad_norm()))
+        results.append((losses, engine.get_global_grad_norm()))
         engine.destroy(remove=True)
-    assert found[0] == found[1]
+    assert results[0] == results[1]
 
 
 @pytest.mark.usefixtures("deterministic")
 def test_a_backward_has_the_same_bits_on_torchs_thread_and_on_the_callers(tmp_path: Path) -> None:
     """`loss.backward()` runs hooks and recomputations on torch's own thread, `engine.backward(loss)` on this one."""
-    found = []
+    results = []
     for plain in (False, True):
         engine = start(JOB, ("nvme", "nvme"), tmp_path, device_memory=room_for(JOB, 2), **GPU)
         losses, threads = [], set[int]()
@@ -306,9 +306,9 @@ def test_a_backward_has_the_same_bits_on_torchs_thread_and_on_the_callers(tmp_pa
             losses.append(float(loss.detach()))
             engine.step()
         assert (threads == {threading.get_ident()}) is not plain
-        found.append(Result(losses, [engine.get_global_grad_norm() or 0.0], weights_of(engine)))
+        results.append(Result(losses, [engine.get_global_grad_norm() or 0.0], weights_of(engine)))
         engine.destroy(remove=True)
-    assert_same(*found)
+    assert_same(*results)
 
 
 def test_a_capture_of_a_graph_is_refused_and_training_goes_on(tmp_path: Path) -> None:
@@ -325,9 +325,14 @@ def test_a_capture_of_a_graph_is_refused_and_training_goes_on(tmp_path: Path) ->
 def test_the_memory_report_has_torchs_figures(tmp_path: Path) -> None:
     engine = start(JOB, ("cpu", "cpu"), tmp_path, **GPU)
     train_step(engine, JOB, 0)
-    found = engine.memory_report()["allocator"]
-    assert found["allocated"] == torch.cuda.memory_allocated() <= found["allocated_peak"] <= found["reserved_peak"]
-    assert engine.memory_report()["device"]["arena"] <= found["allocated"]
+    allocator = engine.memory_report()["allocator"]
+    assert (
+        allocator["allocated"]
+        == torch.cuda.memory_allocated()
+        <= allocator["allocated_peak"]
+        <= allocator["reserved_peak"]
+    )
+    assert engine.memory_report()["device"]["arena"] <= allocator["allocated"]
     engine.destroy(remove=True)
 
 

@@ -111,16 +111,16 @@ def _slopes(model: Any, times: int) -> tuple[list[torch.Tensor], int]:
     """Returns the gradient at a batch, so many times through one graph, and how many other times an error came."""
     hidden = batch(0).requires_grad_()
     loss = None
-    found: list[torch.Tensor] = []
+    gradients: list[torch.Tensor] = []
     errors = 0
-    while len(found) < times:
+    while len(gradients) < times:
         try:
             if loss is None:
                 loss = model(hidden).square().mean()
-            found += torch.autograd.grad(loss, hidden, retain_graph=True)
+            gradients += torch.autograd.grad(loss, hidden, retain_graph=True)
         except IoError:
             errors += 1
-    return found, errors
+    return gradients, errors
 
 
 @pytest.mark.slow
@@ -135,11 +135,11 @@ def test_after_a_request_that_failed_the_same_graph_can_be_asked_again(
     fault = Once(operation, after)
     use_queue(monkeypatch, lambda: LateQueue(after, 0.002, fault))
     with running(DEEP, tmp_path / "cut", activations="nvme") as engine:
-        found, errors = _slopes(engine, 4)
+        slopes, errors = _slopes(engine, 4)
         # As above: a write that failed does no harm where its input is fetched before that.
         assert fault.failed == 1 and errors <= 1 and (errors == 1 or operation == "write")
-        assert all(torch.equal(each, expected) for each in found)
-        del found
+        assert all(torch.equal(each, expected) for each in slopes)
+        del slopes
         gives_back(engine)
 
 
@@ -230,8 +230,8 @@ def expected(tmp_path_factory: pytest.TempPathFactory) -> list[float]:
 class Stuck:
     """Holds one request for an input until so many others have begun after it; a Ctrl-C comes meanwhile."""
 
-    def __init__(self, operation: str, index: int, others: int) -> None:
-        self._operation, self._index, self._others = operation, index, others
+    def __init__(self, operation: str, index: int, rest: int) -> None:
+        self._operation, self._index, self._others = operation, index, rest
         self._lock = threading.Lock()
         self._free = threading.Event()
         self.armed = self.reached = False
@@ -255,12 +255,12 @@ class Stuck:
 
 
 @pytest.mark.sample(1)
-@pytest.mark.parametrize("others", [2, 3, 5, 7, 9, 12, 15])
+@pytest.mark.parametrize("rest", [2, 3, 5, 7, 9, 12, 15])
 @pytest.mark.parametrize("operation", ["read", "write"])
 def test_a_ctrl_c_at_a_wait_leaves_the_memory_to_the_request(
-    operation: str, others: int, expected: list[float], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    operation: str, rest: int, expected: list[float], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    stuck = Stuck(operation, 4, others)
+    stuck = Stuck(operation, 4, rest)
     use_queue(monkeypatch, lambda: LateQueue(0, 0.0, stuck))
     with running(DEEP, tmp_path, activations="nvme") as engine:
         assert train_step(engine, DEEP, 0) == expected[0]

@@ -638,16 +638,16 @@ ORDERS: dict[str, Callable[[offload.Engine, int], None]] = {
 
 
 def _after(order: str, folder: Path, **options: Any) -> list[float]:
-    found = []
+    values = []
     with running(JOB, folder, **options) as engine:
         for step in range(JOB.steps):
             ORDERS[order](engine, step)
             engine.step()
-            found.append(engine.get_global_grad_norm())
-        found += [float(value.double().sum()) for value in engine.module.state_dict().values()]
+            values.append(engine.get_global_grad_norm())
+        values += [float(value.double().sum()) for value in engine.module.state_dict().values()]
         if options:
             gives_back(engine)
-    return found
+    return values
 
 
 @pytest.mark.sample(1)

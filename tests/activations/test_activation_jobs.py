@@ -178,12 +178,12 @@ def test_two_ranks_keep_their_bits(name: str, tier: str, ranks: RankPool, tmp_pa
 
 
 def _with_and_without_partitions(job: Job, folder: Path) -> list[Result]:
-    found = []
+    results = []
     for keys in ({}, {"partition_activations": True}):
         engine = _with_keys(job, folder, **keys)
-        found.append(trained(engine, job))
+        results.append(trained(engine, job))
         engine.destroy(remove=True)
-    return found
+    return results
 
 
 @pytest.mark.cpu_only("the ranks are processes of the CPU")
@@ -221,16 +221,16 @@ def test_two_engines_keep_their_bits(tiers: tuple[str, str], tmp_path: Path) -> 
         engines = [
             start(JOB._replace(seed=seed), MEMORY, folder / str(seed), **options[seed]) for seed in range(len(tiers))
         ]
-        found = []
+        losses = []
         for step in range(3):
             loss = engines[1](engines[0](batch(step))).square().mean()
             loss.backward()
             for engine in engines:
                 engine.step()
-            found.append(float(loss.detach()) + sum(engine.get_global_grad_norm() for engine in engines))
+            losses.append(float(loss.detach()) + sum(engine.get_global_grad_norm() for engine in engines))
         for engine in engines:
             engine.destroy(remove=True)
-        return found
+        return losses
 
     assert losses(tmp_path / "tiers", *tiers) == losses(tmp_path / "plain", None, None)
 
@@ -260,9 +260,9 @@ def _calls(engine: offload.Engine) -> Callable[[], list[int]]:
         block.register_forward_pre_hook(count(index))
 
     def since() -> list[int]:
-        found = list(counts)
+        number = list(counts)
         counts[:] = [0] * len(counts)
-        return found
+        return number
 
     return since
 
@@ -289,10 +289,10 @@ def test_a_key_of_deepspeed_does_what_it_says(keys: dict[str, Any], again: int, 
     plain = run(JOB, MEMORY, tmp_path / "plain")
     engine = _with_keys(JOB, tmp_path / "keys", **keys)
     calls = _calls(engine)
-    found = trained(engine, JOB)
+    result = trained(engine, JOB)
     assert calls() == [2 * JOB.steps] * again + [JOB.steps] * (8 - again)
     engine.destroy(remove=True)
-    assert_same(plain, found)
+    assert_same(plain, result)
 
 
 def test_a_profile_is_a_line_of_each_step_on_stderr(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -340,13 +340,13 @@ def test_a_block_in_several_places_keeps_the_bits(tier: str, tmp_path: Path) -> 
 def test_a_copy_of_the_model_is_an_ordinary_model(tmp_path: Path) -> None:
     """`copy.deepcopy` takes the hooks along; they act for the engine's model alone."""
     engine = start(JOB, MEMORY, tmp_path, activations="nvme")
-    other = copy.deepcopy(engine.module.blocks[0])
+    duplicate = copy.deepcopy(engine.module.blocks[0])
     hidden = torch.ones(2, 64, device=engine.device, requires_grad=True)
     with torch.no_grad():
         expected = engine.module.blocks[0](hidden)
-    found = other(hidden)
-    found.sum().backward()
-    assert torch.equal(found.detach(), expected) and hidden.grad is not None
+    output = duplicate(hidden)
+    output.sum().backward()
+    assert torch.equal(output.detach(), expected) and hidden.grad is not None
     assert testing.inspect(engine).activation_bytes == 0
     weights_of(engine)
     engine.destroy(remove=True)

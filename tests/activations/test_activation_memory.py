@@ -110,14 +110,14 @@ def test_inputs_that_stay_and_one_block_are_all_that_a_step_takes(depth: int, la
 @pytest.mark.parametrize("tier", ["cpu", "nvme"])
 def test_twice_the_depth_takes_host_memory_or_disk_alone(tier: str, lateness: float, tmp_path: Path) -> None:
     device.seed(3, lateness)
-    found = {depth: _peaks(depth, tmp_path / str(depth), activations=tier) for depth in (8, 16)}
-    for forward, whole, inputs in found.values():
+    peaks = {depth: _peaks(depth, tmp_path / str(depth), activations=tier) for depth in (8, 16)}
+    for forward, whole, inputs in peaks.values():
         # The newest, the one before it, which is being copied, and the batch.
         assert forward == 3 * INPUT + FORWARD
         # The one in use, the next, which is being copied, and the batch. Gradients of three blocks may be leaving.
         assert whole <= 3 * INPUT + BACKWARD + 3 * WEIGHTS
         assert inputs["device"] == 2 * INPUT
-    more = {name: found[16][2][name] - found[8][2][name] for name in ("host", "disk")}
+    more = {name: peaks[16][2][name] - peaks[8][2][name] for name in ("host", "disk")}
     assert more == {"host": 8 * INPUT, "disk": 0} if tier == "cpu" else {"host": 0, "disk": 8 * INPUT}
 
 
@@ -190,9 +190,9 @@ def test_without_a_drive_inputs_that_do_not_fit_stay_on_the_device(
     del asked["offload"]["nvme_path"]
     with pytest.raises(BudgetError) as caught:
         offload.initialize(model=job.model(), config=asked)
-    found = re.search(r"the least that works is [^(]*\((\d+) bytes\)", str(caught.value))
-    assert found is not None
-    asked["offload"] |= {"host_memory": int(found[1]) + 2 * INPUT, "activation_memory": 2 * INPUT}
+    match = re.search(r"the least that works is [^(]*\((\d+) bytes\)", str(caught.value))
+    assert match is not None
+    asked["offload"] |= {"host_memory": int(match[1]) + 2 * INPUT, "activation_memory": 2 * INPUT}
     torch.manual_seed(job.seed)
     with caplog.at_level(logging.WARNING, "offload"):
         engine = offload.initialize(model=job.model(), config=asked)[0]
@@ -353,17 +353,17 @@ STEPS: dict[str, Callable[[offload.Engine, int, random.Random], None]] = {
 
 def _norms(play: str, seed: int, folder: Path, **options: Any) -> list[float]:
     chance = random.Random(seed)
-    found = []
+    values = []
     with running(JOB._replace(model=stack(DEPTH)), folder, PLAIN, **options) as engine:
         for step in range(4):
             STEPS[play](engine, step, chance)
             engine.step()
-            found.append(engine.get_global_grad_norm())
-        found += [float(value.cpu().double().sum()) for value in engine.module.state_dict().values()]
+            values.append(engine.get_global_grad_norm())
+        values += [float(value.cpu().double().sum()) for value in engine.module.state_dict().values()]
         gc.collect()
         if "activations" in options:
             gives_back(engine)
-    return found
+    return values
 
 
 @pytest.mark.sample(2)
@@ -413,6 +413,6 @@ def test_memory_of_an_upload_that_nobody_waits_for_is_not_given_to_other_compute
             torch.autograd.grad(loss, list(engine.module.blocks[DEPTH - 3].parameters()))
             del loss
             kept(engine).recover()
-            others = [torch.full((64, WIDTH), 7.0, device=engine.device) for _ in range(24)]
+            blocks = [torch.full((64, WIDTH), 7.0, device=engine.device) for _ in range(24)]
             torch.accelerator.synchronize()
-            assert all(bool((other == 7.0).all()) for other in others)
+            assert all(bool((other == 7.0).all()) for other in blocks)

@@ -491,18 +491,22 @@ def _flip_on_one_rank(where: str, folder: Path) -> str:
             train_step(engine, RANKS, step)
         drawn = choose(RANKS.seed, 3, 3, 1)
         assert drawn is not None
-        unit, seen, one = unit_of(engine, f"blocks.{drawn.block}"), testing.inspect(engine), os.environ["RANK"] == "1"
+        unit, seen, is_hit = (
+            unit_of(engine, f"blocks.{drawn.block}"),
+            testing.inspect(engine),
+            os.environ["RANK"] == "1",
+        )
         try:
             testing.settle(engine)
-            if one and where == "moment":
+            if is_hit and where == "moment":
                 seen.residents[unit, State.EXP_AVG].view(torch.int32)[-1] ^= 1
             engine.backward(RANKS.loss(engine, 2, 0))
-            if one and where != "moment":
+            if is_hit and where != "moment":
                 seen.waiting_gradient(unit, 0).view(torch.int32)[-1] ^= 1
             engine.step()
             train_step(engine, RANKS, 3)
         except OffloadError as error:
-            if one and where == "gradient, and goes on":
+            if is_hit and where == "gradient, and goes on":
                 with pytest.raises(RankError, match="rank 1 drops its gradients"):
                     engine.zero_grad()
             with contextlib.suppress(RankError):
@@ -525,10 +529,10 @@ def _resumed(folder: Path) -> tuple[int, dict[str, torch.Tensor]]:
 def test_a_flip_on_one_rank_ends_the_others_which_name_it_and_all_resume(where: str, tmp_path: Path) -> None:
     with rank_pool.pool(2) as ranks:
         calm = ranks.run(_resumed, tmp_path / "calm")
-        other, one = ranks.run(_flip_on_one_rank, where, tmp_path / "run")
-        assert re.match("AuditError: step 3: ", one)
+        rank1, rank0 = ranks.run(_flip_on_one_rank, where, tmp_path / "run")
+        assert re.match("AuditError: step 3: ", rank0)
         cause = "drops its gradients" if "goes on" in where else r".*, after offload\.errors\.AuditError: step 3: "
-        assert re.match(f"RankError: .*rank 1 {cause}", other)
+        assert re.match(f"RankError: .*rank 1 {cause}", rank1)
         resumed = ranks.run(_resumed, tmp_path / "run")
     for (_, expected), (first, weights) in zip(calm, resumed, strict=True):
         assert first == 2

@@ -86,16 +86,16 @@ def test_blocks_are_on_the_device_at_each_use(tmp_path: Path, monkeypatch: pytes
     engine = start(JOB, ("nvme", "cpu"), tmp_path, device_memory=room_for(JOB, 1), host_memory="64MiB")
     for step in range(2):
         train_step(engine, JOB, step)
-    found: list[tuple[str, Residency]] = []
+    residencies: list[tuple[str, Residency]] = []
 
     def watched(acquire: Any, pager: Pager, unit: int, *ahead: bool, **safe: bool) -> torch.Tensor:
-        found.append((pager.sizes[unit].name, pager.table.entries[unit].residency))
+        residencies.append((pager.sizes[unit].name, pager.table.entries[unit].residency))
         return acquire(pager, unit, *ahead, **safe)
 
     testing.intercept(monkeypatch, "pager.acquire", watched)
-    in_backward(engine, found.clear)
+    in_backward(engine, residencies.clear)
     train_step(engine, JOB, 2)
-    blocks = [residency for name, residency in found if "layers" in name]
+    blocks = [residency for name, residency in residencies if "layers" in name]
     assert len(blocks) >= LAYERS
     assert set(blocks[2:]) == {Residency.DEVICE}, "the head needs all of the device until the last block is used"
     engine.destroy(remove=True)

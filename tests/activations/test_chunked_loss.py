@@ -116,8 +116,8 @@ def test_a_shifted_loss_is_that_of_transformers() -> None:
     assert causal_lm(hidden, model.lm_head, labels, chunk_tokens=5).sub(expected).abs().item() < 1e-6
     by_items = model(input_ids=ids, labels=labels, num_items_in_batch=40).loss
     for items in (40, torch.tensor(40)):
-        found = causal_lm(hidden, model.lm_head, labels, num_items_in_batch=items, chunk_tokens=5)
-        assert found.sub(by_items).abs() < 1e-6
+        loss = causal_lm(hidden, model.lm_head, labels, num_items_in_batch=items, chunk_tokens=5)
+        assert loss.sub(by_items).abs() < 1e-6
 
 
 def test_a_retained_graph_gives_its_gradients_again() -> None:
@@ -152,9 +152,9 @@ class Peak(TorchDispatchMode):
         given_storages = {each.untyped_storage().data_ptr() for each in args if isinstance(each, torch.Tensor)}
         self._live = {key: found for key, found in self._live.items() if not found[0].expired()}
         result = func(*args, **(kwargs or {}))
-        for each in result if isinstance(result, tuple | list) else [result]:
-            if isinstance(each, torch.Tensor) and each.untyped_storage().data_ptr() not in given_storages:
-                storage = each.untyped_storage()
+        for tensor in result if isinstance(result, tuple | list) else [result]:
+            if isinstance(tensor, torch.Tensor) and tensor.untyped_storage().data_ptr() not in given_storages:
+                storage = tensor.untyped_storage()
                 self._live[storage.data_ptr()] = StorageWeakRef(storage), storage.nbytes()
         self.peak = max(self.peak, sum(nbytes for _, nbytes in self._live.values()))
         return result
@@ -344,8 +344,8 @@ def test_evaluation_in_chunks_has_the_same_loss() -> None:
     expected, written = model(**plain).loss, model.generate(ids()[:, :4], max_new_tokens=3)
     chunk_loss_of(model, chunk_tokens=7, evaluation=True)
     with torch.no_grad():
-        found = model(**plain)
-    assert found.logits.shape == (2, 0, 128) and abs(found.loss - expected) < 2e-6
+        output = model(**plain)
+    assert output.logits.shape == (2, 0, 128) and abs(output.loss - expected) < 2e-6
     assert model(input_ids=ids()).logits.shape == (2, 12, 128)
     assert torch.equal(model.generate(ids()[:, :4], max_new_tokens=3), written)
 
@@ -398,8 +398,8 @@ def around(function: Any) -> Any:
 
     @functools.wraps(function)
     def wrapper(*args: Any, **kwargs: Any) -> Any:
-        found = function(*args, **kwargs)
-        return found * 3 if isinstance(found, torch.Tensor) else with_z_loss(None, None, found)
+        result = function(*args, **kwargs)
+        return result * 3 if isinstance(result, torch.Tensor) else with_z_loss(None, None, result)
 
     return wrapper
 
@@ -545,12 +545,12 @@ def test_a_change_that_comes_later_has_its_effect_and_is_told_once(
     chunk_loss_of(model)
     assert model(**inputs).logits.shape == (2, 0, 128)
     CHANGES[name](model, patches)
-    found = [gradients(model, **inputs) for _ in range(2)]
+    results = [gradients(model, **inputs) for _ in range(2)]
     assert caplog.text.count("the loss is not computed in chunks of tokens: ") == 1
     if name not in ("cross entropy of torch", "mode of torch functions"):  # which are for both
         CHANGES[name](twin, patches)
     expected = gradients(twin, **inputs)
-    assert same(found[0], expected) and same(found[1], expected)
+    assert same(results[0], expected) and same(results[1], expected)
 
 
 def test_losses_by_row_are_refused_where_logits_are_read() -> None:
@@ -579,8 +579,8 @@ def test_hooks_beside_the_way_to_the_loss_prevent_no_chunks() -> None:
     expected = gradients(model, input_ids=ids(), labels=ids())[1]["lm_head.weight"]
     chunk_loss_of(model)
     assert model(input_ids=ids(), labels=ids()).logits.shape == (2, 0, 128)
-    found = gradients(model, input_ids=ids(), labels=ids())[1]["lm_head.weight"]
-    assert torch.allclose(found, expected, rtol=1e-4, atol=2e-6)
+    gradient = gradients(model, input_ids=ids(), labels=ids())[1]["lm_head.weight"]
+    assert torch.allclose(gradient, expected, rtol=1e-4, atol=2e-6)
 
 
 class SubclassOfTheUser(transformers.LlamaForCausalLM):

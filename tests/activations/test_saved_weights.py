@@ -75,10 +75,10 @@ def test_a_saved_view_of_a_weight_pins_nothing_and_comes_back(
     use: Callable[[torch.Tensor, torch.Tensor], torch.Tensor], tmp_path: Path
 ) -> None:
     expected = _gradients(use, "none", tmp_path)
-    found = _gradients(use, "nvme", tmp_path, device_memory=ROOM)
-    for mine, other in zip(found, expected, strict=True):
-        assert (mine is None) == (other is None)
-        assert mine is None or other is None or torch.equal(mine, other)
+    gradients = _gradients(use, "nvme", tmp_path, device_memory=ROOM)
+    for left, right in zip(gradients, expected, strict=True):
+        assert (left is None) == (right is None)
+        assert left is None or right is None or torch.equal(left, right)
 
 
 def test_a_tensor_changed_after_it_was_saved_is_refused(tmp_path: Path) -> None:

@@ -62,9 +62,9 @@ def in_pieces(module: nn.Module, hidden: torch.Tensor, length: int) -> torch.Ten
     return torch.cat([module(part) for part in hidden.split(length, 1)], 1)
 
 
-def gradients(module: nn.Module, output: torch.Tensor, *others: torch.Tensor) -> list[torch.Tensor]:
+def gradients(module: nn.Module, output: torch.Tensor, *inputs: torch.Tensor) -> list[torch.Tensor]:
     """Returns the gradients of a sum of squares: those of `others`, then those of the module."""
-    wanted = [*others, *(each for each in module.parameters() if each.requires_grad)]
+    wanted = [*inputs, *(each for each in module.parameters() if each.requires_grad)]
     return list(torch.autograd.grad(output.float().square().sum(), wanted))
 
 
@@ -149,15 +149,17 @@ def test_a_linear_layer_differs_from_its_exact_values_by_the_stated_bound(
     output = offload.tiled(layer, 1, chunks)(hidden)
     mine = torch.autograd.grad(output, [hidden, layer.weight, layer.bias], slope)
     x, s = exact
-    for found, right, size, terms in (
+    for computed_output, right, size, terms in (
         (output, x @ weight.T + bias, x.abs() @ weight.T.abs() + bias.abs(), 17),
         (mine[0], s @ weight, s.abs() @ weight.abs(), 24),
     ):
         # A row is summed as in the whole: over the features, rounded, and rounded again with the bias.
-        assert torch.all((found.flatten(0, 1).double() - right).abs() <= ((terms + 2) * wide + 2 * u) * size * 1.01)
-    for found, right, size in ((mine[1], s.T @ x, s.T.abs() @ x.abs()), (mine[2], s.sum(0), s.abs().sum(0))):
+        assert torch.all(
+            (computed_output.flatten(0, 1).double() - right).abs() <= ((terms + 2) * wide + 2 * u) * size * 1.01
+        )
+    for computed_output, right, size in ((mine[1], s.T @ x, s.T.abs() @ x.abs()), (mine[2], s.sum(0), s.abs().sum(0))):
         own = u * size + u * right.abs() if dtype != torch.float32 else 0.0
-        assert torch.all((found.double() - right).abs() <= (own + (tokens + chunks + 2) * wide * size) * 1.01)
+        assert torch.all((computed_output.double() - right).abs() <= (own + (tokens + chunks + 2) * wide * size) * 1.01)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
@@ -266,14 +268,14 @@ def test_a_retained_graph_gives_its_gradients_again() -> None:
 def test_checkpointing_around_it_changes_no_bit(reentrant: bool) -> None:
     torch.manual_seed(0)
     module, hidden = offload.tiled(Gated(dropout=0.5), chunks=3), inputs(1, 16, 16)
-    found = []
+    gradients = []
     for run_name in (module, lambda given: checkpoint(module, given, use_reentrant=reentrant)):
         torch.manual_seed(1)
         run_name(hidden).square().sum().backward()
-        found.append([hidden.grad, *(each.grad for each in module.parameters())])
+        gradients.append([hidden.grad, *(each.grad for each in module.parameters())])
         hidden.grad = None
         module.zero_grad()
-    assert equal(*found)
+    assert equal(*gradients)
 
 
 def test_checkpointing_does_not_compute_the_forward_of_a_last_mlp_again() -> None:
@@ -550,8 +552,8 @@ def test_weights_are_drawn_as_for_the_whole_layer() -> None:
     """`nn.Linear` draws from 1 / sqrt(inputs), and a block has fewer inputs than the layer."""
     torch.manual_seed(0)
     layer = offload.TiledLinear(400, 300, in_splits=4, out_splits=3)
-    for each in grid_of(layer):
-        assert each is not None and each.abs().max() <= 0.05
+    for weight in grid_of(layer):
+        assert weight is not None and weight.abs().max() <= 0.05
     deviation = 0.05 / 3**0.5
     assert abs(float(grid_of(layer)[0].std()) - deviation) < 6 * deviation / (2 * 400 * 300) ** 0.5
     with offload.init(None):
@@ -614,12 +616,12 @@ def test_a_layer_larger_than_the_budget_trains(tmp_path: Path) -> None:
 
 def test_parameters_of_a_paged_model_are_copied(tmp_path: Path) -> None:
     """Between steps, as edits."""
-    other = nn.Linear(WIDE, WIDE)
+    source = nn.Linear(WIDE, WIDE)
     engine = start(TILED, DISK, tmp_path)
     layer = engine.module.layers[1]
-    layer.copy_params_from(other)
+    layer.copy_params_from(source)
     blocks = [[block.weight.clone().cpu() for block in row] for row in layer.linears]
-    assert torch.equal(torch.cat([torch.cat(row, 1) for row in blocks]), other.weight)
+    assert torch.equal(torch.cat([torch.cat(row, 1) for row in blocks]), source.weight)
     engine.destroy(remove=True)
 
 
@@ -639,12 +641,12 @@ def test_splits_that_make_no_sense_are_refused(splits: tuple[int, int], message:
         offload.TiledLinear(4, 6, True, *splits)
 
 
-@pytest.mark.parametrize("other", [nn.Linear(6, 4), nn.Linear(4, 6, bias=False)])
-def test_parameters_of_another_layer_are_refused(other: nn.Linear) -> None:
+@pytest.mark.parametrize("layer_of_another_size", [nn.Linear(6, 4), nn.Linear(4, 6, bias=False)])
+def test_parameters_of_another_layer_are_refused(layer_of_another_size: nn.Linear) -> None:
     layer = offload.TiledLinear(4, 6, in_splits=2)
     before = grid_of(layer)[0]
     with pytest.raises(offload.UsageError, match=r"expects a linear layer with a weight of \[6, 4\] and a bias, got"):
-        layer.copy_params_from(other)
+        layer.copy_params_from(layer_of_another_size)
     assert torch.equal(grid_of(layer)[0], before)
 
 
@@ -673,11 +675,11 @@ def test_a_module_whose_class_does_not_decide_its_forward_is_refused() -> None:
     """It would be computed whole, without a word."""
     module = Gated()
     module.forward = module.forward  # type: ignore[method-assign]
-    for each in (module, torch.compile(Gated(), backend="eager")):
+    for refused in (module, torch.compile(Gated(), backend="eager")):
         with pytest.raises(
-            offload.UsageError, match=f"forward of this {type(each).__name__} was replaced in the object"
+            offload.UsageError, match=f"forward of this {type(refused).__name__} was replaced in the object"
         ):
-            offload.tiled(each)
+            offload.tiled(refused)
 
 
 class Second(nn.Module):
@@ -687,7 +689,7 @@ class Second(nn.Module):
         super().__init__()
         self.returns = returns
 
-    def forward(self, hidden: torch.Tensor, other: Any = None) -> Any:
+    def forward(self, hidden: torch.Tensor, factor: Any = None) -> Any:
         return self.returns(hidden)
 
 
@@ -695,7 +697,7 @@ def test_a_call_with_other_arguments_is_refused() -> None:
     call: Callable[[nn.Module], Any]
     for call, message in (
         (lambda module: module(torch.zeros(2, 8, 4), torch.zeros(2, 8, 4)), "called with Tensor, Tensor"),
-        (lambda module: module(torch.zeros(2, 8, 4), other=None), "called with Tensor, NoneType"),
+        (lambda module: module(torch.zeros(2, 8, 4), factor=None), "called with Tensor, NoneType"),
         (lambda module: module([1, 2]), "called with list"),
         (lambda module: module(), "called with nothing"),
         (lambda module: module(torch.zeros(8)), r"tiled along dimension 1, and its input has the shape \[8\]"),
@@ -777,8 +779,8 @@ def test_a_small_budget_changes_no_bit(units: tuple[str, ...], tmp_path: Path) -
     expected = run(job, ("none", "none"), tmp_path / "whole", tile_mlp=3)
     matrix = 64 * 128 * 4
     room = 2 * matrix + 2048 if units else room_for(job, 1)
-    found = run(job, DISK, tmp_path / "small", tile_mlp=3, units=list(units), device_memory=room)
-    assert_same(expected, found)
+    result = run(job, DISK, tmp_path / "small", tile_mlp=3, units=list(units), device_memory=room)
+    assert_same(expected, result)
 
 
 @pytest.mark.sample(1)

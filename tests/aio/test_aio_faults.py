@@ -151,10 +151,10 @@ def test_a_file_closed_under_its_requests(tmp_path: Path, backend: str) -> None:
         buffer[:] = bytes([5]) * len(buffer)
         future = queue.write(file, 0, buffer)
         file.close()
-        others = [os.open(tmp_path / "other", os.O_RDWR | os.O_CREAT) for _ in range(4)]
+        descriptors = [os.open(tmp_path / "other", os.O_RDWR | os.O_CREAT) for _ in range(4)]
         assert future.wait() == len(buffer)
-        for other in others:
-            os.close(other)
+        for descriptor in descriptors:
+            os.close(descriptor)
         for call in (file.sync, file.size, file.identity, lambda: file.reserve(1)):
             with pytest.raises(IoError) as caught:
                 call()

@@ -69,9 +69,9 @@ def test_weights_become_small_whole_numbers() -> None:
         ([5.1e9, 2.6e9, 0.05e9], None),
     ):
         print(weights)
-        found = whole_weights(weights)
-        assert found == complete or (complete is None and all(weight >= 1 for weight in found) and sum(found) <= 40)
-        assert whole_weights(found) == found, "given again they are the same"
+        whole = whole_weights(weights)
+        assert whole == complete or (complete is None and all(weight >= 1 for weight in whole) and sum(whole) <= 40)
+        assert whole_weights(whole) == whole, "given again they are the same"
 
 
 def test_drives_get_their_share(backend: str, tmp_path: Path) -> None:
@@ -270,10 +270,10 @@ def test_bytes_are_those_of_a_reference(
         in_flight: list[tuple[Request, memoryview, object]] = []
         for request in requests:
             end = request.offset + request.nbytes
-            for other, data, future in list(in_flight):
-                if request.offset < other.offset + other.nbytes and other.offset < end:
-                    assert future.wait() == other.nbytes
-                    in_flight.remove((other, data, future))
+            for request_before, data, future in list(in_flight):
+                if request.offset < request_before.offset + request_before.nbytes and request_before.offset < end:
+                    assert future.wait() == request_before.nbytes
+                    in_flight.remove((request_before, data, future))
             data = _buffer(request)
             data[:] = chance.randbytes(request.nbytes)
             reference[request.offset : end] = data

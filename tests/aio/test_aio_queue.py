@@ -199,25 +199,25 @@ def test_arguments_that_mean_nothing(queue: IoQueue, tmp_path: Path) -> None:
 
 def test_a_file_that_is_renamed_over_is_one_file(backend: str, tmp_path: Path) -> None:
     """Both descriptors are of the inode that was opened first."""
-    one, other = b"A" * 20_000, b"B" * 20_000
+    left, right = b"A" * 20_000, b"B" * 20_000
     real, seen = os.open, []
 
     def swap(path: str, flags: int, mode: int = 0o777) -> int:
         descriptor = real(path, flags, mode)
         if not seen:
             seen.append(path)
-            (tmp_path / "new").write_bytes(other)
+            (tmp_path / "new").write_bytes(right)
             os.rename(tmp_path / "new", tmp_path / "file")
         return descriptor
 
-    (tmp_path / "file").write_bytes(one)
+    (tmp_path / "file").write_bytes(left)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(os, "open", swap)
         file = DirectFile(tmp_path / "file")
     with file, IoQueue(backend) as queue:
         back = aligned_empty(20_000)
         queue.read(file, 0, back).wait()
-        assert back == one and seen
+        assert back == left and seen
 
 
 def test_a_callback_is_called_once_with_its_future(backend: str, tmp_path: Path) -> None:

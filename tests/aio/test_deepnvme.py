@@ -84,7 +84,7 @@ def test_the_getters_return_the_arguments() -> None:
 
 def returns(handle: Any, folder: Path) -> list[int]:
     """What the calls of a script return; with a locked tensor of whole blocks, which DeepNVMe can do too."""
-    path, other, descriptor_path = str(folder / "a"), str(folder / "b"), str(folder / "c")
+    path, other_path, descriptor_path = str(folder / "a"), str(folder / "b"), str(folder / "c")
     tensor = handle.new_cpu_locked_tensor(1 << 20, torch.empty(0, dtype=torch.uint8))
     tensor.fill_(3)
     Path(descriptor_path).touch()
@@ -92,14 +92,14 @@ def returns(handle: Any, folder: Path) -> list[int]:
     calls: list[Callable[[], int]] = [
         lambda: handle.sync_pwrite(tensor, path),
         lambda: handle.sync_pread(tensor, path, 0),
-        lambda: handle.async_pwrite(tensor, other, 1 << 20),
+        lambda: handle.async_pwrite(tensor, other_path, 1 << 20),
         lambda: handle.async_pread(tensor, path),
         handle.wait,
         lambda: handle.async_pwrite(tensor, descriptor, 4096),
         handle.wait,
         lambda: handle.pwrite(tensor, path, True, False),
         lambda: handle.pread(tensor, path, True, True, 0),
-        lambda: handle.pwrite(tensor, other, False, True, 1 << 20),
+        lambda: handle.pwrite(tensor, other_path, False, True, 1 << 20),
         lambda: handle.sync_pread(tensor, path),  # of all three
         lambda: handle.write(tensor, path, False),
         lambda: handle.read(tensor, path, False, 0),
@@ -111,9 +111,9 @@ def returns(handle: Any, folder: Path) -> list[int]:
         lambda: handle.free_cpu_locked_tensor(tensor),
         lambda: handle.new_cpu_locked_tensor(0, torch.empty(0)).numel(),
     ]
-    found = [call() for call in calls]
+    returned = [call() for call in calls]
     os.close(descriptor)
-    return found
+    return returned
 
 
 RETURNED = [1, 1, 0, 0, 2, 0, 1, 1, 0, 0, 3, 0, 0, True, True, False, False, False, True, 0]
@@ -408,10 +408,10 @@ def test_a_locked_tensor_is_written_and_read(handle: aio_handle) -> None:
 def test_a_locked_tensor_is_known_until_it_is_freed(handle: aio_handle) -> None:
     tensor = handle.new_cpu_locked_tensor(100, torch.empty(0))
     tensor.fill_(5)
-    with aio_handle() as other:
-        assert other.is_pinned(tensor[50:]) and not other.is_pinned(torch.empty(100))
-        assert not other.free_cpu_locked_tensor(torch.empty(100))
-        assert other.free_cpu_locked_tensor(tensor)
+    with aio_handle() as other_handle:
+        assert other_handle.is_pinned(tensor[50:]) and not other_handle.is_pinned(torch.empty(100))
+        assert not other_handle.free_cpu_locked_tensor(torch.empty(100))
+        assert other_handle.free_cpu_locked_tensor(tensor)
     assert not handle.free_cpu_locked_tensor(tensor) and not handle.is_pinned(tensor)
     assert tensor.sum() == 500, "the memory stays as long as the tensor"
 

@@ -64,10 +64,10 @@ def test_a_row_and_a_run_that_is_killed(tmp_path: Path, monkeypatch: pytest.Monk
     words = ["--only", "text", "--only", "gpt2-tiny", "--output", str(output)]
     done = CliRunner().invoke(app, ["bench", "card", str(folder), *words])
     assert done.exit_code == 0, done.output
-    found = json.loads(output.read_text())
-    assert found["text"]["equal_bits"] and 0 < found["text"]["resumed_after"] <= 2
-    assert found["text"]["largest_difference"] < 1e-2
-    (row,) = found["rows"]
+    report = json.loads(output.read_text())
+    assert report["text"]["equal_bits"] and 0 < report["text"]["resumed_after"] <= 2
+    assert report["text"]["largest_difference"] < 1e-2
+    (row,) = report["rows"]
     divided = row["figures"]["divided"]
     assert divided["compute"] > 0 and row["resources"].keys() == {"products", "AdamW", "drive"}
     assert "equal bits of losses and weights" in done.output and "gpt2-tiny: predicted" in done.output
@@ -165,9 +165,9 @@ def test_a_steps_time_adds_up_and_kernels_of_a_gpu_come_first() -> None:
 def test_the_profilers_kernels_are_within_the_step() -> None:
     """Both clocks agree, so that kernels and spans of the timeline may be compared."""
     some = torch.ones(2048, 2048, device="cuda")
-    found = profiled(some.device, lambda: some @ some)
-    assert found.kernels
-    assert all(found.start <= start < end <= found.end for start, end in found.kernels)
+    profile = profiled(some.device, lambda: some @ some)
+    assert profile.kernels
+    assert all(profile.start <= start < end <= profile.end for start, end in profile.kernels)
 
 
 def gpu() -> Hardware:

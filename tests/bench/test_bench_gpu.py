@@ -185,9 +185,9 @@ GPU = 1 << 30
 
 def test_where_both_are_too_small_the_model_has_fewer_layers_and_a_note_says_so(tmp_path: Path) -> None:
     disks = (GIB, 28 * MIB, 0)
-    found = [fit(small(tmp_path), Room(81 * MIB, GPU, disk)) for disk in disks]
-    assert found[0].layers == 4 > found[1].layers > found[2].layers > 0
-    assert f"{found[1].layers} of 4 layers" in found[1].words
+    fits = [fit(small(tmp_path), Room(81 * MIB, GPU, disk)) for disk in disks]
+    assert fits[0].layers == 4 > fits[1].layers > fits[2].layers > 0
+    assert f"{fits[1].layers} of 4 layers" in fits[1].words
     none = fit(small(tmp_path), Room(MIB, GPU, 0))
     assert none.layers == 0 and "not one layer of gpt2-tiny fits" in none.words
 
@@ -240,11 +240,11 @@ def test_differing_bits_are_reported_and_the_comparison_continues_after_an_error
     monkeypatch.setattr(correctness, "_train", train)
     seen: list[dict[str, Any]] = []
     bits(small(tmp_path), seen.append, jobs=["gpt2 bf16"], placements=("cpu/cpu", "cpu/none", "nvme/nvme"))
-    found = seen[-1]["jobs"]["gpt2 bf16"]
-    assert found["different"] == {
+    figures = seen[-1]["jobs"]["gpt2 bf16"]
+    assert figures["different"] == {
         "cpu/cpu": ["loss 2 is 1.5, not 2.0", "1 of 1 tensors of the state dict, the first is w"]
     }
-    assert found["failed"] == {"cpu/none": "ValueError: no room"} and found["equal"] == ["nvme/nvme"]
+    assert figures["failed"] == {"cpu/none": "ValueError: no room"} and figures["equal"] == ["nvme/nvme"]
 
 
 def test_steps_have_all_their_figures_and_the_table_shows_them(tmp_path: Path) -> None:
@@ -295,17 +295,17 @@ def test_the_loop_of_trainers_fetches_weights_twice_a_step_and_sends_gradients_o
     settings["offload"]["device_memory"] = 4 * MIB  # of 7 of all weights
     seen: list[dict[str, Any]] = []
     measure_steps(work, settings, seen.append)
-    found = seen[-1]
-    other = found["other_loops"][MICRO_BATCHES]
-    assert (found["loop"], found["schedule"], other["loop"]) == (TRAIN_BATCH, "layer_major", MICRO_BATCHES)
-    assert found.keys() - {"other_loops"} == other.keys() == FIGURES
+    loop = seen[-1]
+    other_loop = loop["other_loops"][MICRO_BATCHES]
+    assert (loop["loop"], loop["schedule"], other_loop["loop"]) == (TRAIN_BATCH, "layer_major", MICRO_BATCHES)
+    assert loop.keys() - {"other_loops"} == other_loop.keys() == FIGURES
     weight, total = 2, 4
-    assert found["uploaded_bytes_per_parameter"] <= 2.01 * weight
-    assert found["downloaded_bytes_per_parameter"] <= 1.01 * total
-    assert other["uploaded_bytes_per_parameter"] > 2.5 * weight
-    assert other["downloaded_bytes_per_parameter"] >= 3 * weight, "with each micro-batch, in the weights' dtype"
+    assert loop["uploaded_bytes_per_parameter"] <= 2.01 * weight
+    assert loop["downloaded_bytes_per_parameter"] <= 1.01 * total
+    assert other_loop["uploaded_bytes_per_parameter"] > 2.5 * weight
+    assert other_loop["downloaded_bytes_per_parameter"] >= 3 * weight, "with each micro-batch, in the weights' dtype"
     words = report.words(
-        {"machine": report.machine(torch.device("cpu")), "parts": {"7B": {"figures": found, "state": "done"}}}
+        {"machine": report.machine(torch.device("cpu")), "parts": {"7B": {"figures": loop, "state": "done"}}}
     )
     assert "48 tokens in 3 micro-batches" in words and "7B by micro_batches" in words
 
@@ -339,14 +339,14 @@ def test_all_placements_have_the_same_bits_on_the_gpu(tmp_path: Path) -> None:
     result = command.run_part(PARTS[0], given, tmp_path, 240, 240)
     assert result["state"] == "done", result
     for job in JOBS:
-        found = result["figures"]["jobs"][job]
-        assert not found["different"] and not found["failed"], job
-        assert found["equal"] == list(PLACEMENTS)
+        job_figures = result["figures"]["jobs"][job]
+        assert not job_figures["different"] and not job_figures["failed"], job
+        assert job_figures["equal"] == list(PLACEMENTS)
 
 
 def test_the_exit_code_knows_other_bits_and_failed_parts_but_no_skipped_ones() -> None:
-    def compared(**found: Any) -> dict[str, Any]:
-        return {"state": "done", "figures": {"jobs": {"gpt2 fp32": {"different": {}, "failed": {}} | found}}}
+    def compared(**figures: Any) -> dict[str, Any]:
+        return {"state": "done", "figures": {"jobs": {"gpt2 fp32": {"different": {}, "failed": {}} | figures}}}
 
     assert judge({"bits": compared(), "copies": {"state": "skipped"}, "none/none": {"state": "stopped"}}) == 0
     assert judge({"bits": compared(different={"cpu/cpu": ["loss 1 is 2.0, not 3.0"]})}) == 1
@@ -363,8 +363,8 @@ def test_without_kernels_of_the_gpu_the_bound_is_invalid_and_nothing_is_held_aga
     parts = {"none/none": placed(9.0, **why), "cpu/none": placed(9.0, **why), "cpu/cpu": placed(2.0, **why)}
     parts["cpu/none in 24 GiB"] = placed(1.0, **why)
     add_exposure(parts)
-    found = invalid(parts)
-    assert found.keys() == {"none/none", "cpu/none", "cpu/none in 24 GiB"} and "no libnvrtc" in found["none/none"]
+    reasons = invalid(parts)
+    assert reasons.keys() == {"none/none", "cpu/none", "cpu/none in 24 GiB"} and "no libnvrtc" in reasons["none/none"]
     assert "exposed_seconds" not in parts["cpu/cpu"]["figures"]
     assert bounds(parts)["step_seconds"] is None and bounds({"none/none": placed(9.0)})["step_seconds"] == 9.0
     assert judge(parts) == 0, "the bits were right"

@@ -48,12 +48,12 @@ def saved(job: Job, placement: tuple[str, str], folder: Path, steps: int = 2, **
 
 
 def goes_on(
-    job: Job, one: tuple[str, str], other: tuple[str, str], folder: Path, before: Any = (), after: Any = ()
+    job: Job, left: tuple[str, str], right: tuple[str, str], folder: Path, before: Any = (), after: Any = ()
 ) -> None:
     """Save in placement `one`, load in `other`; losses, norm and weights are those of a run that was not broken."""
-    unbroken = run(job, other, folder / "whole")
-    losses = saved(job, one, folder, **dict(before))
-    engine = begin(job, other, folder / "second", **dict(after))
+    unbroken = run(job, right, folder / "whole")
+    losses = saved(job, left, folder, **dict(before))
+    engine = begin(job, right, folder / "second", **dict(after))
     train_step(engine, job, 9)  # so that leases, slices and moments hold something else
     path, client_state = engine.load_checkpoint(folder / "saved")
     assert path == str(folder / "saved" / "global_step2") and client_state == {} and engine.global_steps == 2
@@ -79,16 +79,16 @@ OPTIONS: tuple[dict[str, Any], ...] = (
 @pytest.mark.parametrize("options", OPTIONS, ids=str)
 @pytest.mark.parametrize("dtype", ["bf16", "fp32"])
 @pytest.mark.parametrize(
-    ("one", "other"), [(DISK, DISK), (DISK, CPU), (CPU, NONE), (NONE, ("cpu", "nvme")), (("none", "cpu"), DISK)]
+    ("left", "right"), [(DISK, DISK), (DISK, CPU), (CPU, NONE), (NONE, ("cpu", "nvme")), (("none", "cpu"), DISK)]
 )
 @pytest.mark.parametrize("model", ["dropout", "tied, frozen and unused parameters"])
 def test_a_run_goes_on_in_another_placement(
-    model: str, dtype: str, one: tuple[str, str], other: tuple[str, str], options: dict[str, Any], tmp_path: Path
+    model: str, dtype: str, left: tuple[str, str], right: tuple[str, str], options: dict[str, Any], tmp_path: Path
 ) -> None:
     """Also with one slot, with commits now and then, and with a cache."""
     job = models.DROPOUT if model == "dropout" else models.MIXTURE
-    given = [{**options, "durability": "none"} if where == NONE and options else options for where in (one, other)]
-    goes_on(job._replace(dtype=dtype), one, other, tmp_path, *given)
+    given = [{**options, "durability": "none"} if where == NONE and options else options for where in (left, right)]
+    goes_on(job._replace(dtype=dtype), left, right, tmp_path, *given)
 
 
 @pytest.mark.numeric
@@ -146,7 +146,7 @@ def masters(folder: Path) -> dict[str, torch.Tensor]:
     """The fp32 values in a bf16 checkpoint of one rank."""
     manifest = next(iter(checkpoints(folder).values()))
     tensors = safetensors.torch.load_file(folder / "global_step2" / "states.rank0.safetensors")
-    found = {}
+    values = {}
     for unit, row in enumerate(manifest.layout["units"]):
         weight, trainable = tensors[f"{unit}.weight"], row["trainable"]
         master = weight.float()
@@ -154,10 +154,10 @@ def masters(folder: Path) -> dict[str, torch.Tensor]:
             part = torch.empty(trainable)
             kernels.join_master(weight[:trainable].clone(), tensors[f"{unit}.residual"], part)
             master[:trainable] = part
-        for each in row["parameters"]:
-            shape = torch.Size(each["shape"])
-            found[each["name"]] = master[each["start"] : each["start"] + shape.numel()].view(shape)
-    return found
+        for parameter in row["parameters"]:
+            shape = torch.Size(parameter["shape"])
+            values[parameter["name"]] = master[parameter["start"] : parameter["start"] + shape.numel()].view(shape)
+    return values
 
 
 def test_masters_of_a_bf16_checkpoint_are_weights_in_fp32_and_back(tmp_path: Path) -> None:
@@ -404,9 +404,9 @@ def test_small_tensors_of_the_user_come_back_bit_for_bit(engine: offload.Engine,
         "none": torch.zeros(0),
     }
     engine.save_checkpoint(folder, client_state=mine)
-    found = engine.load_checkpoint(folder)[1]
-    assert found.keys() == mine.keys()
-    pairs = [(found.pop("half")[0], mine.pop("half")[0]), *((found[name], mine[name]) for name in mine)]
+    state = engine.load_checkpoint(folder)[1]
+    assert state.keys() == mine.keys()
+    pairs = [(state.pop("half")[0], mine.pop("half")[0]), *((state[name], mine[name]) for name in mine)]
     assert len(pairs) == 5
     for loaded, value in pairs:
         assert loaded.dtype == value.dtype and torch.equal(loaded, value)
@@ -636,14 +636,14 @@ def made(kind: str) -> nn.Module:
 
 
 def losses(engine: offload.Engine, steps: range) -> list[float]:
-    found = []
+    losses = []
     for step in steps:
         x = torch.randn(4, 8, generator=torch.Generator().manual_seed(step)) * (6 - step)
         loss = (engine(x) - 1).square().mean()
         engine.backward(loss)
         engine.step()
-        found.append(loss.item())
-    return found
+        losses.append(loss.item())
+    return losses
 
 
 @pytest.mark.parametrize("kind", MODELS)
@@ -720,7 +720,7 @@ def test_a_model_without_the_entries_of_the_run_is_refused(tmp_path: Path) -> No
 
     with pytest.raises(StoreError, match=r"the run contains the entry 0\.total of the model's state_dict"):
         start_entries(nn.Sequential(Plain()), tmp_path, "run", resume="must")
-    other = start_entries(nn.Sequential(Plain()), tmp_path, "other")
+    other_engine = start_entries(nn.Sequential(Plain()), tmp_path, "other")
     with pytest.raises(StoreError, match=r"contains the entry 0\.total of the model's state_dict"):
-        other.load_checkpoint(tmp_path / "saved")
-    other.destroy(remove=True)
+        other_engine.load_checkpoint(tmp_path / "saved")
+    other_engine.destroy(remove=True)

@@ -181,17 +181,17 @@ with only_save(Path(sys.argv[1]), "theirs"):
 
 def test_another_process_that_saves_is_named(engine: offload.Engine, folder: Path) -> None:
     (folder / ".theirs.partial").mkdir()  # what it is writing
-    other = warm_process.begin(["-c", _HOLDS, str(folder)], stdin=subprocess.PIPE, stdout=subprocess.PIPE)
-    with other:
-        assert other.stdout is not None and other.stdout.readline() == "held\n"
+    holder = warm_process.begin(["-c", _HOLDS, str(folder)], stdin=subprocess.PIPE, stdout=subprocess.PIPE)
+    with holder:
+        assert holder.stdout is not None and holder.stdout.readline() == "held\n"
         before = everything(folder)
         for tag in ("theirs", "mine"):
-            with pytest.raises(StoreError, match=rf"process {other.pid} on .* \(theirs\) is saving into "):
+            with pytest.raises(StoreError, match=rf"process {holder.pid} on .* \(theirs\) is saving into "):
                 engine.save_checkpoint(folder, tag=tag, keep_last=1)
         assert everything(folder) == before
-        assert f"process {other.pid}" in str(saver(folder))
+        assert f"process {holder.pid}" in str(saver(folder))
         assert "of a save that is under way" in inspect("inspect", folder).output
-        other.kill()
+        holder.kill()
     assert saver(folder) is None and (folder / directory.LOCK).exists()
     engine.save_checkpoint(folder, tag="mine")
     assert names(folder) == {"mine", "latest"}
@@ -657,9 +657,9 @@ def half_frozen_loss(model: nn.Module, step: int, _: int) -> torch.Tensor:
     return model(torch.randn(4, 64, generator=torch.Generator().manual_seed(step))).square().mean()  # type: ignore[no-any-return]
 
 
-@pytest.mark.parametrize("others", [False, True], ids=["the same frozen weights", "others"])
+@pytest.mark.parametrize("differs", [False, True], ids=["the same frozen weights", "differs"])
 def test_a_load_with_frozen_weights_takes_one_set_of_buffers(
-    others: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    differs: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     job = models.GPT2._replace(model=HalfFrozen, loss=half_frozen_loss)
     engine = start(job, DISK, tmp_path / "one")
@@ -667,7 +667,7 @@ def test_a_load_with_frozen_weights_takes_one_set_of_buffers(
     engine.save_checkpoint(tmp_path / "saved")
     expected = weights_of(engine)
     engine.destroy(remove=True)
-    engine = start(job._replace(seed=4711 if others else job.seed), DISK, tmp_path / "two")
+    engine = start(job._replace(seed=4711 if differs else job.seed), DISK, tmp_path / "two")
     buffers = CountedBuffers(flow.aligned_empty)
     testing.replace(monkeypatch, "checkpoint.buffer", buffers)
     wrote: list[str] = []
@@ -680,6 +680,6 @@ def test_a_load_with_frozen_weights_takes_one_set_of_buffers(
     monkeypatch.setattr(type(testing.inspect(engine).store), "write", write)
     engine.load_checkpoint(tmp_path / "saved")
     assert buffers.most == flow.BUFFERS * flow.BUFFER_NBYTES
-    assert any("layers.1" in title for title in wrote) == others
+    assert any("layers.1" in title for title in wrote) == differs
     assert_same_tensors(expected, engine.module.state_dict())
     engine.destroy(remove=True)

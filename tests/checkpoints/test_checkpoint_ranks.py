@@ -68,13 +68,13 @@ def load_at_two(
 
 @pytest.mark.sample(1)
 @pytest.mark.parametrize("name", ["gpt2", "mixture"])
-@pytest.mark.parametrize(("one", "other"), [(DISK, DISK), (CPU, ("none", "nvme"))])
+@pytest.mark.parametrize(("left", "right"), [(DISK, DISK), (CPU, ("none", "nvme"))])
 def test_the_same_ranks_go_on_bit_for_bit(
-    name: str, one: tuple[str, str], other: tuple[str, str], ranks: RankPool, tmp_path: Path
+    name: str, left: tuple[str, str], right: tuple[str, str], ranks: RankPool, tmp_path: Path
 ) -> None:
     job = JOBS[name]._replace(dtype="bf16")
-    unbroken = ranks.run(save_at_two, job, tmp_path, one)
-    for rank, (losses, weights, client_state, _) in enumerate(ranks.run(load_at_two, job, tmp_path, other)):
+    unbroken = ranks.run(save_at_two, job, tmp_path, left)
+    for rank, (losses, weights, client_state, _) in enumerate(ranks.run(load_at_two, job, tmp_path, right)):
         assert losses == unbroken[rank][0] and client_state == {"rank": rank}
         assert_same_tensors(unbroken[rank][1], weights)
 
@@ -83,17 +83,18 @@ def values(folder: Path) -> dict[tuple[str, State], torch.Tensor]:
     """Every state of every parameter in the latest checkpoint, put together from all ranks' files."""
     import safetensors.torch
 
-    found = load.look(folder / (folder / "latest").read_text(), 0, 0, {})
+    rank_files = load.look(folder / (folder / "latest").read_text(), 0, 0, {})
     files = [
-        safetensors.torch.load_file(found.folder / load.states_file(rank)) for rank in range(found.manifest.world_size)
+        safetensors.torch.load_file(rank_files.folder / load.states_file(rank))
+        for rank in range(rank_files.manifest.world_size)
     ]
     joined: dict[tuple[str, State], torch.Tensor] = {}
-    for unit, layout in enumerate(found.layouts):
+    for unit, layout in enumerate(rank_files.layouts):
         for segment in layout.segments:
-            for state in found.mode.states if segment.trainable else (State.WEIGHT,):
+            for state in rank_files.mode.states if segment.trainable else (State.WEIGHT,):
                 parts = [
                     files[shard.rank][f"{unit}.{state.value}"][shard.start : shard.start + shard.numel]
-                    for shard in checkpoint_pieces(layout, found.manifest.world_size, segment)
+                    for shard in checkpoint_pieces(layout, rank_files.manifest.world_size, segment)
                 ]
                 joined[segment.name, state] = torch.cat(parts) if parts else torch.empty(0)
     return joined
@@ -118,8 +119,8 @@ def test_another_number_of_ranks(name: str, more: bool, ranks: RankPool, tmp_pat
     else:
         losses, weights = ranks.run(save_at_two, job, tmp_path, CPU)[0]
         results = [load_at_two(job, tmp_path, DISK)]
-    one, other = values(tmp_path / "saved"), values(tmp_path / "again")
-    assert_same_tensors(one, other)
+    left, right = values(tmp_path / "saved"), values(tmp_path / "again")
+    assert_same_tensors(left, right)
     for after, loaded, client_state, notices in results:
         rounding_bounds.same_losses(after, losses, job)
         assert client_state == {"rank": 0}
@@ -158,9 +159,9 @@ def fails_on_one(folder: Path) -> str:
 
 
 def test_an_error_on_one_rank_is_an_error_on_all(ranks: RankPool, tmp_path: Path) -> None:
-    zero, one = ranks.run(fails_on_one, tmp_path)
+    zero, rank1 = ranks.run(fails_on_one, tmp_path)
     assert zero.startswith("StoreError: rank 1 could not save a checkpoint") and "a file" in zero
-    assert one.startswith("IoError")
+    assert rank1.startswith("IoError")
 
 
 def one_saves_alone(folder: Path, what: str) -> str:
@@ -227,10 +228,10 @@ def save_and_load(kind: str, folder: Path) -> list[str]:
     path, state = engine.load_checkpoint(folder / "saved")
     assert path == str(folder / "saved" / "global_step1") and state == {"rank": rank_and_size()[0]}
     assert engine.global_steps == 1
-    found = train_grid(kind, engine, 1, 3)
+    result = train_grid(kind, engine, 1, 3)
     engine.destroy(remove=True)
-    assert (found.losses, found.norms) == (expected.losses, expected.norms)
-    assert_same_tensors(found.weights, expected.weights)
+    assert (result.losses, result.norms) == (expected.losses, expected.norms)
+    assert_same_tensors(result.weights, expected.weights)
     return sorted(each.name for each in (folder / "saved" / "global_step1").iterdir())
 
 

@@ -62,13 +62,13 @@ def rows_of(loader: Loader) -> list[list[int]]:
 
 def test_a_pass_depends_on_its_number_alone() -> None:
     """Not on how far others went, nor on iterators that are under way."""
-    loader, other = rank_loader(0), rank_loader(0)
+    loader, other_loader = rank_loader(0), rank_loader(0)
     passes = [rows_of(loader) for _ in range(3)]
-    left = iter(other)
+    left = iter(other_loader)
     next(left)
-    second = iter(other)
+    second = iter(other_loader)
     assert [rows.tolist() for (rows,) in left] == passes[0][1:]
-    assert [rows.tolist() for (rows,) in second] == passes[1] and rows_of(other) == passes[2]
+    assert [rows.tolist() for (rows,) in second] == passes[1] and rows_of(other_loader) == passes[2]
     assert rows_of(rank_loader(0, seed=3)) not in passes
 
 

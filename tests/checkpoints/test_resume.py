@@ -453,9 +453,9 @@ OTHERWISE = "the steps from here on take the present values, so losses and weigh
 
 
 def test_each_is_told_from_what_to_what() -> None:
-    found = Differences(THEN, {**THEN, "seed": 7, "learning rates": [0.5]})
-    assert str(found) == "seed 0 is now 7, learning rates [0.01] is now [0.5]"
-    assert found.consequences().startswith(OTHERWISE)
+    differences = Differences(THEN, {**THEN, "seed": 7, "learning rates": [0.5]})
+    assert str(differences) == "seed 0 is now 7, learning rates [0.01] is now [0.5]"
+    assert differences.consequences().startswith(OTHERWISE)
     assert not Differences(THEN, dict(THEN))
     assert not Differences({"seed": 0}, THEN) and not Differences(THEN, {"seed": 0}), "only one of both has it"
 
@@ -489,18 +489,20 @@ def test_what_follows(then: dict[str, object], now: dict[str, object], begins: s
 
 def test_of_a_rate_that_a_schedule_has_nothing_follows() -> None:
     """Who resumes a Trainer with another rate keeps the former, for the Trainer restores its schedule later."""
-    found = Differences(THEN, {**THEN, "learning rates": [0.5]}, scheduled=True)
-    assert str(found) == "learning rates [0.01] is now [0.5] (a schedule continues from the former)"
-    words = found.consequences()
+    differences = Differences(THEN, {**THEN, "learning rates": [0.5]}, scheduled=True)
+    assert str(differences) == "learning rates [0.01] is now [0.5] (a schedule continues from the former)"
+    words = differences.consequences()
     assert words.startswith("the steps are those that the run would have made; ") and "--schedule constant" in words
     but = "the steps from here on take the present values but for the learning rates, so"
     more = Differences(THEN, {**THEN, "learning rates": [0.5], "seed": 7}, scheduled=True)
     assert more.consequences().startswith(but)
     then = {**THEN, "schedule": None}
     group = {"lr": 0.25, "initial_lr": 0.5}
-    found = Differences(then, {**then, "learning rates": [0.5]}, groups=[group])
-    assert str(found) == "learning rates [0.01] is now [0.5] (set by the schedule of the loop)"
-    assert found.consequences().startswith("the schedule of the loop makes the learning rates: those that the run")
+    differences = Differences(then, {**then, "learning rates": [0.5]}, groups=[group])
+    assert str(differences) == "learning rates [0.01] is now [0.5] (set by the schedule of the loop)"
+    assert differences.consequences().startswith(
+        "the schedule of the loop makes the learning rates: those that the run"
+    )
     more = Differences(then, {**then, "learning rates": [0.5], "seed": 7}, groups=[group])
     assert "take the present values but for the learning rates, so" in more.consequences()
     # The engine's own schedules mark groups too.

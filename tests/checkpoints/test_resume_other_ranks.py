@@ -77,7 +77,7 @@ PLAIN = CASES["bf16, some frozen"]
 
 def states_in(run: Path, at: int | None = None) -> States:
     """Returns every state of every parameter in a commit of a run, or of a column, put together from all ranks."""
-    found: States = {}
+    states: States = {}
     looked = [look(folder) for folder in rank_folders(run)]  # without a lock, which an engine may have
     with IoQueue() as queue, contextlib.closing(StoreSource(run, queue, looked, at)) as source:
         mode, size = MODES[source.description["mode"]], int(source.description["world_size"])
@@ -92,10 +92,10 @@ def states_in(run: Path, at: int | None = None) -> States:
                         source.read(shard.rank, unit, state, shard.start * itemsize, buffer).wait()
                         parts.append(bytes(buffer))
                     if any(parts):
-                        found[f"{segment.name} {state.value}"] = torch.frombuffer(
+                        states[f"{segment.name} {state.value}"] = torch.frombuffer(
                             bytearray(b"".join(parts)), dtype=torch.uint8
                         )
-    return found
+    return states
 
 
 def _shards(layout: UnitLayout, size: int, segment: ParameterSegment, state: State, mode: Mode) -> list[SegmentShard]:
@@ -150,11 +150,11 @@ def check(case: Case, folder: Path, run_before: Callable[..., Any], run_after: C
     run_before(begun, case, folder)
     before = states_in(folder / "swap" / "default")
     after = run_after(resumed, case, folder)
-    for (states, losses, weights, notices), other in zip(after, run_after(loaded, case, folder), strict=True):
+    for (states, losses, weights, notices), other_run in zip(after, run_after(loaded, case, folder), strict=True):
         if states is not None:
             assert_same_tensors(before, states)
-        assert losses == other[0]
-        assert_same_tensors(weights, other[1])
+        assert losses == other_run[0]
+        assert_same_tensors(weights, other_run[1])
         assert any(notice.startswith("resharded from ") for notice in notices)
     names = sorted(path.name for path in (folder / "swap" / "default").iterdir())
     assert names == [f"rank{rank}" for rank in range(len(after))]
@@ -257,9 +257,9 @@ def test_a_kill_leaves_the_run_before_or_the_one_after(moment: str, of_two: Path
     if moment in UNDECIDED:
         assert inspect(run)["leftovers"] == [str(run / "new-rank0")]
         assert_same_tensors(states, states_in(run))
-    found = resumed(PLAIN, tmp_path)
-    assert_same_tensors(states, found[0] or {})
-    assert any(notice.startswith("resharded") for notice in found[3]) == (moment in UNDECIDED)
+    result = resumed(PLAIN, tmp_path)
+    assert_same_tensors(states, result[0] or {})
+    assert any(notice.startswith("resharded") for notice in result[3]) == (moment in UNDECIDED)
     assert [path.name for path in run.iterdir()] == ["rank0"]
 
 
@@ -316,18 +316,18 @@ def test_what_cannot_be_read_is_an_error_and_changes_nothing(of_two: Path, run: 
         states.write(bytes(255 - byte for byte in kept))
     refused(tmp_path, "is damaged or cannot be read, and stays as it is: .*2 ranks may resume the commit before")
     (run / "rank1" / "states").write_bytes(kept)
-    found = resumed(PLAIN, tmp_path)
-    assert_same_tensors(states_in(of_two / "swap" / "default"), found[0] or {})
+    result = resumed(PLAIN, tmp_path)
+    assert_same_tensors(states_in(of_two / "swap" / "default"), result[0] or {})
 
 
 def test_another_model_is_told_before_anything_is_written(run: Path, tmp_path: Path) -> None:
     names = sorted(run.rglob("*"))
-    for other, match in (
+    for other_job, match in (
         (dataclasses.replace(PLAIN, options=NARROW), "or convert the run"),
         (dataclasses.replace(PLAIN, job=PLAIN.job._replace(dtype="fp32")), "resume in the dtype that the run had"),
     ):
         with pytest.raises(StoreError, match=match):
-            resumed(other, tmp_path)
+            resumed(other_job, tmp_path)
     assert sorted(run.rglob("*")) == names
 
 
@@ -364,9 +364,9 @@ def test_an_error_on_one_rank_keeps_the_run_on_all(ranks: RankPool, tmp_path: Pa
     begun(PLAIN, tmp_path)
     run = tmp_path / "swap" / "default"
     states = states_in(run)
-    zero, one = ranks.run(fails_on_one, tmp_path, "Store.wrote", _fail)
+    zero, rank1 = ranks.run(fails_on_one, tmp_path, "Store.wrote", _fail)
     assert zero.startswith("StoreError: rank 1 could not give the run another number of ranks") and "a file" in zero
-    assert one.startswith("IoError")
+    assert rank1.startswith("IoError")
     # On another machine the folder of that name is of another store.
     for message in ranks.run(fails_on_one, tmp_path, "store_id", str):
         assert f"rank 1 does not see the swap files of the run in {run}/rank0: " in message
@@ -484,8 +484,8 @@ def test_a_kill_between_two_columns_leaves_a_run_for_either_number(
     with pool(4) as four:
         four.run_to_the_death(killed_between, tmp_path / "other")
     assert [len(rank_folders(tmp_path / "other" / column)) for column in COLUMNS] == [2, 1]
-    with shared_pool(ranks) as others:
-        assert told(others.run(resumed_ranks, tmp_path / "other", 1)).count(True) == ranks // 2
+    with shared_pool(ranks) as other_pool:
+        assert told(other_pool.run(resumed_ranks, tmp_path / "other", 1)).count(True) == ranks // 2
     for column, before in zip(COLUMNS, alike, strict=True):
         assert_same_tensors(before, states_in(tmp_path / "other" / column))
 
@@ -553,16 +553,16 @@ def contents(folder: Path) -> dict[Path, bytes]:
 
 def ids(run: Path) -> list[str | None]:
     """Returns the id of each rank, which its last commit and its manifest have."""
-    found = [look(folder) for folder in sorted(run.glob("rank*"))]
-    for each in found:
-        assert each.whole and f'"run_id": "{each.run_id}"' in (each.folder / "manifest.json").read_text()
-    return [each.run_id for each in found]
+    rank_files = [look(folder) for folder in sorted(run.glob("rank*"))]
+    for files in rank_files:
+        assert files.whole and f'"run_id": "{files.run_id}"' in (files.folder / "manifest.json").read_text()
+    return [each.run_id for each in rank_files]
 
 
-def replace(folder: Path, other: Path) -> None:
+def replace(folder: Path, source: Path) -> None:
     """Puts a copy of another folder in the place of `folder`."""
     shutil.rmtree(folder)
-    shutil.copytree(other, folder)
+    shutil.copytree(source, folder)
 
 
 @pytest.fixture(scope="module")
@@ -651,8 +651,8 @@ def test_a_conversion_is_another_run(runs: Path, tmp_path: Path) -> None:
     for name in ("new", "again"):
         result = CliRunner().invoke(app, ["convert", str(run), "--moments", "int8", "--run", name])
         assert result.exit_code == 0, result.output
-    found = [ids(run.parent / name) for name in ("default", "new", "again")]
-    assert len({each for every in found for each in every}) == 3 and all(len({*every}) == 1 for every in found)
+    run_ids = [ids(run.parent / name) for name in ("default", "new", "again")]
+    assert len({each for every in run_ids for each in every}) == 3 and all(len({*every}) == 1 for every in run_ids)
 
 
 @pytest.mark.slow

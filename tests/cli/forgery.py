@@ -105,9 +105,9 @@ def _add_undo(rank: Path) -> None:
     from offload.swapper.store.inspection import look
     from offload.swapper.store.recovery import _UndoEntry
 
-    found = look(rank)
-    assert found.manifest is not None
-    record, places = found.commits[0].record, found.manifest.spec.places()[0][State.WEIGHT]
+    rank_files = look(rank)
+    assert rank_files.manifest is not None
+    record, places = rank_files.commits[0].record, rank_files.manifest.spec.places()[0][State.WEIGHT]
     place = places[record.slots[0]].extents[0]
     with (rank / "states").open("rb") as states:
         states.seek(place.offset)
@@ -190,7 +190,7 @@ def _newest(rank: Path) -> tuple[int, int]:
     """The page of the newest record, and the bytes of its blob."""
     data, form = (rank / "commit").read_bytes(), struct.Struct("<8sIIQQQQII")
     heads = [form.unpack_from(data, page * PAGE) for page in (0, 1)]
-    page = max((0, 1), key=lambda each: heads[each][3])
+    page = max((0, 1), key=lambda number: heads[number][3])
     return page, heads[page][6]
 
 
@@ -209,11 +209,11 @@ def _write_blob(rank: Path, edit: Callable[[dict[str, Any], dict[str, bytes]], N
     edit(header, tensors)
     if {name: len(each) for name, each in tensors.items()} != before:
         end = 0
-        for name, each in tensors.items():
+        for name, tensor in tensors.items():
             width = {"U8": 1, "I64": 8, "F32": 4}.get(header[name]["dtype"], 1)
-            shape = [len(each) // 40, 5] if name == "store.sums" else [len(each) // width]
-            header[name] |= {"shape": shape, "data_offsets": [end, end + len(each)]}
-            end += len(each)
+            shape = [len(tensor) // 40, 5] if name == "store.sums" else [len(tensor) // width]
+            header[name] |= {"shape": shape, "data_offsets": [end, end + len(tensor)]}
+            end += len(tensor)
     text = _text(header)
     packed = struct.pack("<Q", len(text)) + text + b"".join(tensors.values())
     (rank / f"blob.{page}").write_bytes(packed)
@@ -429,19 +429,19 @@ def _commands(reads: str, root: Path) -> list[list[str]]:
     if reads == "log":
         return [["report", str(root / "log.jsonl"), "-o", f"{out}.html"], ["report", str(root / "log.jsonl"), "--json"]]
     path = run if reads == "run" else str(root / "ck")
-    found = [["inspect", path], ["inspect", path, "--json"], ["verify", path], ["export", path, f"{out}-weights"]]
-    found += [["export", path, f"{out}-{form}", "--format", form] for form in ("deepspeed-universal", "dcp")]
+    commands = [["inspect", path], ["inspect", path, "--json"], ["verify", path], ["export", path, f"{out}-weights"]]
+    commands += [["export", path, f"{out}-{form}", "--format", form] for form in ("deepspeed-universal", "dcp")]
     if reads == "run":
-        found += [["inspect", str(root / "swap")], ["convert", run, "--moments", "bf16", "--run", "other"]]
-        found += [["RESUME", run], ["rm", run, "--yes"]]
+        commands += [["inspect", str(root / "swap")], ["convert", run, "--moments", "bf16", "--run", "other"]]
+        commands += [["RESUME", run], ["rm", run, "--yes"]]
     else:
-        found += [
+        commands += [
             ["inspect", f"{path}/step2"],
             ["verify", f"{path}/step2"],
             ["LOAD", path],
             ["import", path, f"{out}-i"],
         ]
-    return found
+    return commands
 
 
 class TookTooLong(BaseException):
@@ -476,9 +476,9 @@ def _engine_reads(command: list[str]) -> None:
 
     path = Path(command[1])
     if command[0] == "LOAD":
-        found = find(path, None)
-        if found is not None:
-            state = look(Path(found), 0, 1, {})
+        checkpoint = find(path, None)
+        if checkpoint is not None:
+            state = look(Path(checkpoint), 0, 1, {})
             from_plain(state.client_state)
         return
     run_status([path.parent], path.name)
@@ -590,18 +590,18 @@ class Bench:
         kind = KINDS[name]
         self.restore()
         told = f"{seed}: {name}: {kind.forge(rng, self.root / kind.folder)}"
-        found = []
+        outcomes = []
         commands = _commands(kind.reads, self.root)
         # The removal last: nothing is left to be read behind it.
         drawn = sorted(rng.sample(range(len(commands)), min(most, len(commands))))
         for command in (commands[each] for each in drawn):
             wrong = self.run(command)
             if wrong:
-                found.append(Outcome(told, " ".join(command), wrong))
+                outcomes.append(Outcome(told, " ".join(command), wrong))
         outside = {each.name for each in self.root.iterdir()} - {"swap", "ck", "log.jsonl"}
         if strange := [each for each in outside if not each.startswith("out")]:
-            found.append(Outcome(told, "all", f"files elsewhere: {strange}"))
-        return found
+            outcomes.append(Outcome(told, "all", f"files elsewhere: {strange}"))
+        return outcomes
 
 
 def main() -> None:

@@ -67,22 +67,25 @@ def flip(path: Path, position: int) -> None:
 def test_a_folder_of_checkpoints_lists_them(saved: Path) -> None:
     (saved / ".global_step3.partial").mkdir()
     (saved / "notes").mkdir()
-    found = report_of("inspect", saved)
-    assert (found["kind"], found["latest"]) == ("checkpoints", "global_step2")
-    assert [(each["tag"], each["epoch"]) for each in found["checkpoints"]] == [("global_step1", 1), ("global_step2", 2)]
-    assert found["leftovers"] == [str(saved / ".global_step3.partial")]
+    report = report_of("inspect", saved)
+    assert (report["kind"], report["latest"]) == ("checkpoints", "global_step2")
+    assert [(each["tag"], each["epoch"]) for each in report["checkpoints"]] == [
+        ("global_step1", 1),
+        ("global_step2", 2),
+    ]
+    assert report["leftovers"] == [str(saved / ".global_step3.partial")]
     words = run("inspect", saved).output
     assert re.search(r"global_step2 +2 +GPT2LMHeadModel, 162,368 +bf16 +1 .* latest", words)
     assert ".global_step3.partial" in words and "notes" not in words
 
 
 def test_one_checkpoint_tells_of_itself(saved: Path) -> None:
-    found = report_of("inspect", saved / "global_step1")
-    assert found["kind"] == "checkpoint" and found["epoch"] == 1 and not found["damaged"]
-    assert found["model"] == {"class": "GPT2LMHeadModel", "parameters": 162368, "trainable": 162368, "units": 6}
-    assert (found["mode"], found["world_size"], found["frozen_weights"]) == ("bf16", 1, True)
-    assert found["made_by"] == offload.__version__
-    assert found["bytes"] == sum(path.stat().st_size for path in (saved / "global_step1").iterdir())
+    report = report_of("inspect", saved / "global_step1")
+    assert report["kind"] == "checkpoint" and report["epoch"] == 1 and not report["damaged"]
+    assert report["model"] == {"class": "GPT2LMHeadModel", "parameters": 162368, "trainable": 162368, "units": 6}
+    assert (report["mode"], report["world_size"], report["frozen_weights"]) == ("bf16", 1, True)
+    assert report["made_by"] == offload.__version__
+    assert report["bytes"] == sum(path.stat().st_size for path in (saved / "global_step1").iterdir())
     assert "GPT2LMHeadModel, 162,368 parameters, 6 units" in run("inspect", saved / "global_step1").output
 
 
@@ -94,8 +97,8 @@ def test_every_tensor_that_differs_is_named(saved: Path) -> None:
     places, _ = read_header(path)
     for name in ("0.weight", "3.exp_avg"):
         flip(path, places[name].offset + places[name].tensor.nbytes - 1)
-    found = report_of("verify", saved, code=1)
-    assert not found["whole"] and [wrong["path"] for wrong in found["files"]] == [str(path)] * 2
+    report = report_of("verify", saved, code=1)
+    assert not report["whole"] and [wrong["path"] for wrong in report["files"]] == [str(path)] * 2
     words = run("verify", saved).output
     assert "checksum of 0.weight is" in words and "checksum of 3.exp_avg is" in words
     assert "damaged in 2 places" in words
@@ -119,8 +122,8 @@ def test_a_file_that_is_not_what_was_written(file: str, how: str, words: str, sa
         path.write_bytes(path.read_bytes()[:-1])
     else:
         path.unlink()
-    found = report_of("verify", saved, code=1)
-    assert len(found["files"]) == 1 and words in found["files"][0]["path"] + found["files"][0]["reason"]
+    report = report_of("verify", saved, code=1)
+    assert len(report["files"]) == 1 and words in report["files"][0]["path"] + report["files"][0]["reason"]
 
 
 def test_a_manifest_that_is_damaged_cannot_be_verified(saved: Path) -> None:
@@ -164,12 +167,12 @@ def test_a_checkpoint_gives_what_its_run_gives(
 
 def test_frozen_weights_that_were_not_saved_are_reported(tmp_path: Path) -> None:
     save(FROZEN, tmp_path, exclude_frozen_parameters=True)
-    found = report_of("export", tmp_path / "saved", tmp_path / "out")
+    report = report_of("export", tmp_path / "saved", tmp_path / "out")
     model = FROZEN.model()
     frozen = {name for name, parameter in model.named_parameters() if not parameter.requires_grad}
     assert tensors(tmp_path / "out").keys() == dict(model.named_parameters()).keys() - frozen
-    assert f"{len(frozen)} frozen weights are not in the files" in " ".join(found["notices"])
-    assert found["parameters"] == sum(p.numel() for p in model.parameters() if p.requires_grad)
+    assert f"{len(frozen)} frozen weights are not in the files" in " ".join(report["notices"])
+    assert report["parameters"] == sum(p.numel() for p in model.parameters() if p.requires_grad)
     assert "without those that are frozen" in run("inspect", tmp_path / "saved" / "global_step1").output
     assert report_of("verify", tmp_path / "saved")["whole"]
 
@@ -231,9 +234,9 @@ def test_the_checkpoints_of_a_trainer_are_found_in_its_output_folder(saved: Path
         (out / f"checkpoint-{step}" / "latest").write_text(f"global_step{step}")
     (out / "checkpoint-45" / ".global_step45.partial").mkdir(parents=True)  # cut short by a kill
     (out / "checkpoint-best").mkdir()
-    found = report_of("inspect", out)
-    assert (found["kind"], found["latest"]) == ("checkpoints", "checkpoint-40/global_step40")
-    assert [each["tag"] for each in found["checkpoints"]] == [
+    report = report_of("inspect", out)
+    assert (report["kind"], report["latest"]) == ("checkpoints", "checkpoint-40/global_step40")
+    assert [each["tag"] for each in report["checkpoints"]] == [
         "checkpoint-5/global_step5",
         "checkpoint-40/global_step40",
     ]

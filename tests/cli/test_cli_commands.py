@@ -39,8 +39,8 @@ def commands(command: Any, path: tuple[str, ...] = ()) -> Iterator[tuple[str, ..
     if inner is None:
         yield path
         return
-    for name, each in inner.items():
-        yield from commands(each, (*path, name))
+    for name, command_of_name in inner.items():
+        yield from commands(command_of_name, (*path, name))
 
 
 COMMANDS = list(commands(typer.main.get_command(app)))
@@ -338,21 +338,21 @@ def rates(steps: int, file: dict[str, Any] | None = None, **typed: Any) -> list[
     if content.scheduler is None:
         return [1.0] * steps
     made = getattr(schedules, content.scheduler.type)(optimizer, **content.scheduler.params)
-    found = []
+    learning_rates = []
     for _ in range(steps):
-        found.append(made.get_last_lr()[0])
+        learning_rates.append(made.get_last_lr()[0])
         optimizer.step()
         made.step()
-    return found
+    return learning_rates
 
 
 @pytest.mark.parametrize("kind", ["cosine", "constant"])
 def test_the_rate_rises_in_three_of_a_hundred_steps_and_never_is_nothing(kind: str) -> None:
-    found = rates(200, schedule=kind)
-    assert min(found) > 0 and max(found) <= 1 and found.index(max(found)) in range(5, 9)
-    assert found[0] == pytest.approx(1 / 6)
+    curve = rates(200, schedule=kind)
+    assert min(curve) > 0 and max(curve) <= 1 and curve.index(max(curve)) in range(5, 9)
+    assert curve[0] == pytest.approx(1 / 6)
     falls = {"cosine": (0.53, 0.001), "constant": (1, 1)}
-    assert (found[100], found[-1]) == (pytest.approx(falls[kind][0], abs=0.02), pytest.approx(falls[kind][1], abs=0.01))
+    assert (curve[100], curve[-1]) == (pytest.approx(falls[kind][0], abs=0.02), pytest.approx(falls[kind][1], abs=0.01))
     assert rates(3, schedule=kind)[:2] == [1.0, 1.0], "a short run has no warm-up"
     long = rates(100, schedule=kind, warmup=50)
     assert long.index(max(long)) in range(50, 53)
@@ -383,9 +383,9 @@ def test_a_typed_schedule_overrules_the_files() -> None:
 def test_biases_and_norms_do_not_decay() -> None:
     model = torch.nn.Sequential(torch.nn.Embedding(4, 8), torch.nn.Linear(8, 8), torch.nn.LayerNorm(8))
     model[1].weight.requires_grad_(False)
-    decayed, others = decay_groups(model.parameters(), 0.1)
+    decayed, plain = decay_groups(model.parameters(), 0.1)
     assert decayed["weight_decay"] == 0.1 and [*decayed["params"]] == [model[0].weight]
-    assert others["weight_decay"] == 0.0 and [*others["params"]] == [model[1].bias, *model[2].parameters()]
+    assert plain["weight_decay"] == 0.0 and [*plain["params"]] == [model[1].bias, *model[2].parameters()]
 
 
 def test_nothing_typed_leaves_the_file_as_it_is() -> None:

@@ -120,9 +120,9 @@ def test_two_ranks_train_as_one(tmp_path: Path, options: tuple[str, ...], file: 
         for n in range(40)
     ]
     write_lines(tmp_path / "data.jsonl", lines)
-    two, one = (train(tmp_path, name, *options, ranks=ranks) for name, ranks in (("two", 2), ("one", 1)))
+    two, single = (train(tmp_path, name, *options, ranks=ranks) for name, ranks in (("two", 2), ("one", 1)))
     # Beside roundings to bf16: a mean of means, over rows that are nearly all learned.
-    rounding_bounds.same_numbers(two, one, 2 * rounding_bounds.unit("bf16"))
+    rounding_bounds.same_numbers(two, single, 2 * rounding_bounds.unit("bf16"))
     mine, theirs = (load_file(tmp_path / f"{name}-out" / f"{file}.safetensors") for name in ("two", "one"))
     assert mine.keys() == theirs.keys()
     for name, value in mine.items():
@@ -139,15 +139,15 @@ def evaluated() -> list[tuple[int, float]]:
 @pytest.mark.slow
 def test_five_times_a_run_and_after_its_last_step() -> None:
     result = call("--steps", "7", "--log", "log", "--json")
-    found = facts(result)
+    report = facts(result)
     assert [step for step, _ in evaluated()] == [1, 2, 3, 4, 5, 6, 7]
     assert "evaluated on 3 sequences, held out" in result.stderr
-    assert found["eval_loss"] == found["evaluations"][-1]["eval_loss"] == evaluated()[-1][1] < evaluated()[0][1]
+    assert report["eval_loss"] == report["evaluations"][-1]["eval_loss"] == evaluated()[-1][1] < evaluated()[0][1]
     # A rate of 0 leaves the weights alone: each evaluation, without dropout, finds the same.
     call("--steps", "7", "--log", "log", "--eval-every", "3", "--lr", "0")
-    (first, loss), *others = evaluated()
+    (first, loss), *rest = evaluated()
     assert loss == pytest.approx(np.log(256), rel=0.1)
-    assert first == 3 and others == [(6, loss), (7, loss)]
+    assert first == 3 and rest == [(6, loss), (7, loss)]
 
 
 def test_it_changes_nothing_of_what_is_learned() -> None:

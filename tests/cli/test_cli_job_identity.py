@@ -147,8 +147,8 @@ def test_passes_over_the_data_are_steps() -> None:
     """2200 bytes are 68 sequences of 32; 3 are held out; 2 are in a step of two micro-batches of 1."""
     nbytes = Path("text.py").stat().st_size
     of_a_pass = math.ceil((nbytes - nbytes // 32 // 20 * 32) / 64)
-    found = facts(call("--epochs", "0.2", "--batch-size", "1", "--accumulation", "2", "--json"))
-    assert found["total_steps"] == found["steps"] == math.ceil(of_a_pass / 5)
+    report = facts(call("--epochs", "0.2", "--batch-size", "1", "--accumulation", "2", "--json"))
+    assert report["total_steps"] == report["steps"] == math.ceil(of_a_pass / 5)
 
 
 def test_names_of_hugging_face_are_taken() -> None:
@@ -183,8 +183,8 @@ def test_names_of_axolotl_and_accelerate_are_taken() -> None:
     }
 
     def parsed(*typed: str) -> dict[str, Any]:
-        found: dict[str, Any] = command.commands["train"].make_context("train", [*typed]).params
-        return found
+        params: dict[str, Any] = command.commands["train"].make_context("train", [*typed]).params
+        return params
 
     for name, (own, value) in names.items():
         assert parsed(name, value) == parsed(own, value) != parsed(), name

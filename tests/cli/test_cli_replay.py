@@ -57,18 +57,18 @@ def test_the_log_of_a_run_is_proven_in_other_placements_too() -> None:
     before = contents()
     done = replay("--steps", "3..4", "--json", "--certificate", "proof.json")
     assert done.exit_code == 0, done.output
-    found = json.loads(done.stdout)
-    assert json.loads(Path("proof.json").read_text()) == found
+    report = json.loads(done.stdout)
+    assert json.loads(Path("proof.json").read_text()) == report
     Path("proof.json").unlink()
     assert contents() == before, "the run, its log and its kept steps are only read, and nothing is left"
-    assert found["equal"] and found["from"] == {"commit": "default@2", "step": 2}
-    assert found["states"]["equal"] and found["states"]["compared"] > 8, "those of the kept step 4"
+    assert report["equal"] and report["from"] == {"commit": "default@2", "step": 2}
+    assert report["states"]["equal"] and report["states"]["compared"] > 8, "those of the kept step 4"
     logged = {line["step"]: line for line in log()}
-    for row in found["steps"]:
+    for row in report["steps"]:
         assert row["loss"]["replay"] == logged[row["step"]]["loss"].hex()
         assert row["grad_norm"]["replay"] == logged[row["step"]]["grad_norm"].hex()
-    assert [row["step"] for row in found["steps"]] == [3, 4]
-    assert found["log"]["sha256"] == before["log"] and found["trained_with"] == found["replayed_with"]
+    assert [row["step"] for row in report["steps"]] == [3, 4]
+    assert report["log"]["sha256"] == before["log"] and report["trained_with"] == report["replayed_with"]
     for weights, states, steps in (("none", "none", "5..6"), ("cpu", "nvme", "5")):
         placed = replay("--steps", steps, "--offload-param", weights, "--offload-optimizer", states, "--json")
         assert placed.exit_code == 0, placed.output
@@ -186,8 +186,8 @@ def test_the_log_is_proven_in_all_nine_placements(weights: str, states: str) -> 
     words = ("--steps", "3..22", "--offload-param", weights, "--offload-optimizer", states, "--json")
     placed = replay(*words)
     assert placed.exit_code == 0, placed.output
-    found = json.loads(placed.stdout)
-    assert len(found["steps"]) == 20 and found["equal"] and found["states"]["equal"]
+    report = json.loads(placed.stdout)
+    assert len(report["steps"]) == 20 and report["equal"] and report["states"]["equal"]
 
 
 def test_a_log_without_the_numbers_is_refused_and_that_of_another_run_is_named() -> None:

@@ -51,23 +51,29 @@ def run(tmp_path: Path) -> Path:
 
 
 def test_a_run_is_described(run: Path) -> None:
-    found = inspect(run)
-    assert found["kind"] == "run" and found["path"] == str(run) and found["run"] == "default"
-    assert found["model"] == {"class": "GPT2LMHeadModel", "parameters": 162368, "trainable": 162368, "units": 6}
-    assert (found["mode"], found["world_size"], found["slots"]) == ("bf16", 1, 2)
-    assert found["made_by"] == offload.__version__ and found["drives"] == [str(run.parent)]
-    assert found["finished"] is None and found["leftovers"] == [] and found["missing_ranks"] == []
-    (rank,) = found["ranks"]
+    report = inspect(run)
+    assert report["kind"] == "run" and report["path"] == str(run) and report["run"] == "default"
+    assert report["model"] == {"class": "GPT2LMHeadModel", "parameters": 162368, "trainable": 162368, "units": 6}
+    assert (report["mode"], report["world_size"], report["slots"]) == ("bf16", 1, 2)
+    assert report["made_by"] == offload.__version__ and report["drives"] == [str(run.parent)]
+    assert report["finished"] is None and report["leftovers"] == [] and report["missing_ranks"] == []
+    (rank,) = report["ranks"]
     assert rank["holder"] is None and rank["damaged"] == [] and rank["other_format"] is None
     assert rank["states"] == ["weight", "residual", "exp_avg", "exp_avg_sq"]
     assert [(commit["epoch"], commit["blob"]) for commit in rank["commits"]] == [(2, "right"), (1, "right")]
     assert rank["commits"][0]["serial"] == rank["commits"][1]["serial"] + 1
     assert 0 <= rank["commits"][0]["age_seconds"] < 600 and rank["commits"][0]["time"].endswith("+00:00")
     on_disk = sum(path.stat().st_blocks * 512 for path in (run / "rank0").iterdir())
-    assert found["allocated_bytes"] == rank["allocated_bytes"] == on_disk > 24 * 162368
+    assert report["allocated_bytes"] == rank["allocated_bytes"] == on_disk > 24 * 162368
     words = shown(run)
-    for each in ("GPT2LMHeadModel, 162,368 parameters, 6 units", "used by nobody", "step 2,", "step 1,", "residual"):
-        assert each in words
+    for words_of_a_run in (
+        "GPT2LMHeadModel, 162,368 parameters, 6 units",
+        "used by nobody",
+        "step 2,",
+        "step 1,",
+        "residual",
+    ):
+        assert words_of_a_run in words
     of_rank = inspect(run / "rank0")
     for commit in (*of_rank["ranks"][0]["commits"], *rank["commits"]):
         del commit["age_seconds"]
@@ -89,9 +95,9 @@ def test_an_nvme_path_lists_its_runs_and_nothing_else(run: Path) -> None:
     (drive / "notes").mkdir()
     (drive / "notes" / "finished.json").write_text('{"title": "a thesis"}')
     (drive / "default.txt").write_text("dear")
-    found = inspect(drive)
-    assert found["kind"] == "nvme_path" and [each["run"] for each in found["runs"]] == ["default", "done", "other"]
-    assert found["runs"][1]["finished"]["steps"] == 1 and found["runs"][1]["ranks"] == []
+    report = inspect(drive)
+    assert report["kind"] == "nvme_path" and [each["run"] for each in report["runs"]] == ["default", "done", "other"]
+    assert report["runs"][1]["finished"]["steps"] == 1 and report["runs"][1]["ranks"] == []
     words = shown(drive)
     assert "finished at step 1" in words and "photos" not in words and "notes" not in words
     assert shown(drive / "photos").startswith("there are no runs in")
@@ -108,9 +114,9 @@ def test_no_folder_is_bad_input(tmp_path: Path) -> None:
 def test_a_run_that_trains_names_its_holder_and_goes_on(tmp_path: Path) -> None:
     engine = begin(tmp_path)
     for step in range(2, 5):
-        found = inspect(tmp_path / "default")["ranks"][0]
-        assert f"process {os.getpid()} on" in found["holder"] and found["damaged"] == []
-        assert found["commits"][0]["epoch"] == step - 1, "the last step is durable when the next one ends"
+        rank = inspect(tmp_path / "default")["ranks"][0]
+        assert f"process {os.getpid()} on" in rank["holder"] and rank["damaged"] == []
+        assert rank["commits"][0]["epoch"] == step - 1, "the last step is durable when the next one ends"
         train_step(engine, JOB, step)
     assert f"process {os.getpid()} on" in shown(tmp_path)
     engine.destroy()
@@ -122,9 +128,9 @@ def test_an_old_format_is_reported(run: Path) -> None:
     content = json.loads(path.read_text())
     path.write_text(json.dumps({**content, "format": 1, "about": {"offload": "0.0.9"}}))
     (run / "rank0" / "commit").write_bytes(b"OFFLDREC" + (1).to_bytes(4, "little") + bytes(8180))
-    found = inspect(run)["ranks"][0]
-    assert found["other_format"] == "format 1, made by offload 0.0.9; this version reads format 3 to 5"
-    assert found["damaged"] == [] and "format 1" in shown(run) and "format 1" in shown(run.parent)
+    rank = inspect(run)["ranks"][0]
+    assert rank["other_format"] == "format 1, made by offload 0.0.9; this version reads format 3 to 5"
+    assert rank["damaged"] == [] and "format 1" in shown(run) and "format 1" in shown(run.parent)
     for command in ("verify", "export"):
         arguments = [command, str(run)] + ([str(run.parent / "out")] if command == "export" else [])
         result = CliRunner().invoke(app, arguments)
@@ -140,15 +146,15 @@ def notices(engine: offload.Engine) -> list[str]:
 
 def test_a_start_tells_of_other_runs_that_nobody_holds(run: Path) -> None:
     drive = run.parent
-    other = begin(drive, 1, run="second")
-    (message,) = notices(other)
+    other_engine = begin(drive, 1, run="second")
+    (message,) = notices(other_engine)
     taken = format_size(allocated_nbytes([run / "rank0"]))
     assert message.startswith(f"1 other run that no process uses takes {taken}: ") and str(run) in message
     assert f"`offload inspect {drive}`" in message and "`offload rm`" in message
     third = begin(drive, 1, run="third")
     (message,) = notices(third)
     assert str(run) in message and "second" not in message, "one that is held is no leftover"
-    other.destroy(remove=True)
+    other_engine.destroy(remove=True)
     third.destroy(remove=True)
     assert run.is_dir(), "nothing is deleted"
     again = begin(drive, 0, resume="must")

@@ -45,9 +45,9 @@ def stopped(process: warm_process.Process, number: int) -> str:
     return errors
 
 
-def there(process: warm_process.Process, found: Callable[[], Any]) -> None:
+def there(process: warm_process.Process, condition: Callable[[], Any]) -> None:
     end = time.monotonic() + LONG
-    while not found():
+    while not condition():
         assert process.poll() is None, process.communicate()
         assert time.monotonic() < end
         time.sleep(0.01)

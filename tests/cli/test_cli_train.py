@@ -42,24 +42,24 @@ __all__ = ["isolated_cache", "run_folder"]  # fixtures
 
 
 def test_json_and_log_contain_every_step() -> None:
-    found = facts(call("--steps", "3", "--log", "log", "--json"))
-    assert all(len(found[key]) == 3 for key in LISTS)
-    assert found["parameters"] == 132_032 and found["steps"] == 3 and found["first_step"] == 1
-    assert 0 < found["host_budget_bytes"] < found["peak_rss_bytes"] and found["tokens_per_second"] > 0
+    report = facts(call("--steps", "3", "--log", "log", "--json"))
+    assert all(len(report[key]) == 3 for key in LISTS)
+    assert report["parameters"] == 132_032 and report["steps"] == 3 and report["first_step"] == 1
+    assert 0 < report["host_budget_bytes"] < report["peak_rss_bytes"] and report["tokens_per_second"] > 0
     lines = log()
     assert [line["step"] for line in lines] == [1, 2, 3] and all(line.keys() >= STEP_KEYS for line in lines)
     assert {(line["tokens"], line["lr"]) for line in lines} == {(64, 3e-4)}
     for key, name in zip(LISTS, ("loss", "grad_norm", "seconds", "read_bytes", "written_bytes"), strict=True):
-        assert [line[name] for line in lines] == found[key]
-    assert found["losses"][2] < found["losses"][0] and sum(found["written_bytes"][1:]) > 10 * found["parameters"]
+        assert [line[name] for line in lines] == report[key]
+    assert report["losses"][2] < report["losses"][0] and sum(report["written_bytes"][1:]) > 10 * report["parameters"]
     # The bound of a step, and the wear of drives.
     phases = [f"{name}_seconds" for name in ("forward", "backward", "step", "wait_for_reads", "update_kernels")]
     assert all(line.keys() >= {*phases, "uploaded_bytes", "host_peak_bytes"} for line in log())
-    assert found["bound_by"] == max(found["step_parts_seconds"], key=found["step_parts_seconds"].get)
+    assert report["bound_by"] == max(report["step_parts_seconds"], key=report["step_parts_seconds"].get)
     steady = [line["seconds"] for line in log()[1:]]
-    assert sum(found["step_parts_seconds"].values()) == pytest.approx(sum(steady) / 2, rel=0.2)
-    ((_, drive),) = found["drive_written_bytes"].items()
-    assert drive["life"] == drive["run"] > sum(found["written_bytes"])
+    assert sum(report["step_parts_seconds"].values()) == pytest.approx(sum(steady) / 2, rel=0.2)
+    ((_, drive),) = report["drive_written_bytes"].items()
+    assert drive["life"] == drive["run"] > sum(report["written_bytes"])
     assert log()[0]["about"]["steps"] == 3 and "about" not in log()[1]
     tiers = {f"offload_{name}": {"device": "nvme"} for name in ("param", "optimizer")}
     early = {"zero_optimization": {"stage": 3, **tiers}, "offload": {"speculate": True}, "gradient_clipping": 1e-6}
@@ -100,9 +100,9 @@ def test_notices_of_an_engine_that_trains_are_shown(caplog: pytest.LogCaptureFix
 
 def test_the_bytes_in_all_have_the_last_commit_and_the_report_has_the_budget() -> None:
     tiers = ("--offload-param", "cpu", "--offload-optimizer", "cpu", "--drive-budget", "1GB/day", "--keep")
-    found = facts(call("--steps", "2", *tiers, "--log", "log", "--json"))
-    ((_, drive),) = found["drive_written_bytes"].items()
-    assert drive["run"] > 12 * found["parameters"] > sum(found["written_bytes"]), "the end commits"
+    report = facts(call("--steps", "2", *tiers, "--log", "log", "--json"))
+    ((_, drive),) = report["drive_written_bytes"].items()
+    assert drive["run"] > 12 * report["parameters"] > sum(report["written_bytes"]), "the end commits"
     done = CliRunner().invoke(app, ["report", "log"])
     assert re.search("drive budget 1GB/day: .*% used by the last step", done.stdout), done.output
     assert "drive budget 1GB/day: " in Path("log.html").read_text()
@@ -139,10 +139,10 @@ def test_gradients_wait_in_16_bits_where_the_order_is_certain(monkeypatch: pytes
     def trained(schedule: str, run: str) -> tuple[Any, int, bool]:
         words = ("--dtype", "bf16", "--accumulation", "2", "--gradient-checkpointing", "--offload-param", "nvme")
         done = call(*words, "--steps", "1", "--accumulation-schedule", schedule, "--run", run, "--json")
-        found = facts(done)
+        report = facts(done)
         return (
-            (found["losses"], found["grad_norms"]),
-            found["host_budget_bytes"],
+            (report["losses"], report["grad_norms"]),
+            report["host_budget_bytes"],
             "gradients wait in bf16" in done.stderr,
         )
 
@@ -330,12 +330,12 @@ def folder(tmp_path: Path) -> Path:
 
 
 def test_a_folder_with_weights_and_tokenizer(folder: Path) -> None:
-    found = facts(call("--model", "model", "--steps", "2", "--json", "--dtype", "float32"))
+    report = facts(call("--model", "model", "--steps", "2", "--json", "--dtype", "float32"))
     torch.manual_seed(0)
     model = transformers.AutoModelForCausalLM.from_pretrained(folder)
-    assert found["parameters"] == sum(parameter.numel() for parameter in model.parameters())
+    assert report["parameters"] == sum(parameter.numel() for parameter in model.parameters())
     # Only the words of the tokenizer are learned, from the weights of the file: the first loss is near log 16.
-    assert 2.0 < found["losses"][0] < 3.5
+    assert 2.0 < report["losses"][0] < 3.5
 
 
 @pytest.mark.parametrize(
@@ -408,9 +408,9 @@ def facts_prediction(*arguments: str) -> dict[str, Any]:
 
 
 def reported(log: str) -> list[dict[str, Any]]:
-    found = CliRunner().invoke(app, ["report", log, "--json"])
-    assert found.exit_code == 0, found.output
-    rows: list[dict[str, Any]] = json.loads(found.stdout)["predicted"]
+    result = CliRunner().invoke(app, ["report", log, "--json"])
+    assert result.exit_code == 0, result.output
+    rows: list[dict[str, Any]] = json.loads(result.stdout)["predicted"]
     return rows
 
 
@@ -464,9 +464,9 @@ def test_without_a_probe_one_line_names_the_command() -> None:
 
 def test_the_report_shows_what_was_foreseen_beside_what_came() -> None:
     keep()
-    found = facts_prediction("--steps", "4", "--eval-every", "0", "--log", "log")["predicted"]
-    assert reported("log") == found
-    by_name = {row["name"]: row for row in found}
+    prediction = facts_prediction("--steps", "4", "--eval-every", "0", "--log", "log")["predicted"]
+    assert reported("log") == prediction
+    by_name = {row["name"]: row for row in prediction}
     assert by_name.keys() >= {"seconds", "tokens", "read_bytes", "written_bytes", "host_peak_bytes", "compute"}
     assert by_name["tokens"]["ratio"] == 1.0
     assert by_name["written_bytes"]["ratio"] == pytest.approx(1.0, abs=0.5)  # a late write is of the step after
@@ -478,12 +478,12 @@ def test_the_report_shows_what_was_foreseen_beside_what_came() -> None:
 
 def test_a_probe_that_was_disturbed_is_named_beside_its_prediction(monkeypatch: pytest.MonkeyPatch) -> None:
     keep()
-    found = probe.kept()
-    assert found is not None
+    rates = probe.kept()
+    assert rates is not None
     doubt = (
         "other processes took 60% of the cores during the probe; run `offload probe` again while the machine is idle"
     )
-    probe.keep(found._replace(doubts=(doubt,)))
+    probe.keep(rates._replace(doubts=(doubt,)))
     testing.replace(monkeypatch, "machine.others_share", lambda _: 0.4)
     done = call_prediction("--steps", "2", "--json")
     told = json.loads(done.stdout)
@@ -507,9 +507,9 @@ def test_a_probe_of_another_machine_is_reported(
     machine: dict[str, Any], message: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     keep("/proc")
-    found = probe.kept()
-    assert found is not None
-    testing.replace(monkeypatch, "probe.stored", lambda: found._replace(machine=found.machine | machine))
+    rates = probe.kept()
+    assert rates is not None
+    testing.replace(monkeypatch, "probe.stored", lambda: rates._replace(machine=rates.machine | machine))
     output = call_prediction("--steps", "1", "--log", "log").stdout
     assert "no prediction: " in output and message in output and reported("log") == []
 

@@ -88,9 +88,9 @@ def resumed(swap: Path) -> int | None:
 
 def newest(run: Path) -> tuple[int, Callable[[int, State], Extents]]:
     """The number of the last blob, and where the slots lie that the last commit names."""
-    found = look(run / "rank0")
-    assert found.manifest is not None
-    record, places = found.commits[0].record, found.manifest.spec.places()
+    rank_files = look(run / "rank0")
+    assert rank_files.manifest is not None
+    record, places = rank_files.commits[0].record, rank_files.manifest.spec.places()
     return record.blob, lambda unit, state: places[unit][state][record.slots[unit]]
 
 
@@ -138,10 +138,10 @@ def test_a_flipped_bit_of_any_state_is_named(state: State, run: Path) -> None:
 
 def test_two_extents_that_changed_places_are_both_named(run: Path) -> None:
     _, place = newest(run)
-    one, other = place(2, State.EXP_AVG), place(3, State.EXP_AVG)
-    assert one.nbytes == other.nbytes
-    for at in range(0, one.nbytes, 4096):
-        (path, first), (again, second) = on_drive(run, one.offset(at)), on_drive(run, other.offset(at))
+    third, fourth = place(2, State.EXP_AVG), place(3, State.EXP_AVG)
+    assert third.nbytes == fourth.nbytes
+    for at in range(0, third.nbytes, 4096):
+        (path, first), (again, second) = on_drive(run, third.offset(at)), on_drive(run, fourth.offset(at))
         left, right = path.read_bytes()[first : first + 4096], again.read_bytes()[second : second + 4096]
         for file, to, data in ((path, first, right), (again, second, left)):
             with file.open("r+b") as handle:
@@ -157,8 +157,8 @@ def test_two_extents_that_changed_places_are_both_named(run: Path) -> None:
 
 def test_a_damaged_blob_is_named(run: Path, swap: Path) -> None:
     """A flipped bit of the last blob, or no blob: named, and the commit before is read instead, as a resume does."""
-    which, _ = newest(run)
-    path = run / "rank0" / f"blob.{which}"
+    blob, _ = newest(run)
+    path = run / "rank0" / f"blob.{blob}"
     flip_bit(path, 300)
     for reason in ("does not match the checksum", "the file is missing"):
         code, report = verify(run)
@@ -174,14 +174,14 @@ def test_a_damaged_blob_is_named(run: Path, swap: Path) -> None:
 
 def test_both_damaged_blobs_are_named(run: Path, swap: Path, tmp_path: Path) -> None:
     """No other place has a copy of one, so no message sends to --repair."""
-    which, _ = newest(run)
+    blob, _ = newest(run)
     for number in (0, 1):
         flip_bit(run / "rank0" / f"blob.{number}", 300)
     code, report = verify(run)
     assert code == 1
     assert [(Path(file["path"]).name, file["reason"].rpartition("; ")[2]) for file in report["ranks"][0]["files"]] == [
-        (f"blob.{which}", "the file belongs to the last commit, step 3"),
-        (f"blob.{1 - which}", "the file belongs to the commit before, step 2"),
+        (f"blob.{blob}", "the file belongs to the last commit, step 3"),
+        (f"blob.{1 - blob}", "the file belongs to the commit before, step 2"),
     ]
     assert "bring back what is missing or damaged" in report["next"][-1]
     done = CliRunner().invoke(app, ["export", str(run), str(tmp_path / "out")])
@@ -191,9 +191,9 @@ def test_both_damaged_blobs_are_named(run: Path, swap: Path, tmp_path: Path) -> 
 
 
 def test_a_torn_record_is_named_and_the_one_before_is_taken(run: Path, swap: Path) -> None:
-    which, _ = newest(run)
+    page, _ = newest(run)
     for position in (20, 4000):  # of the head, of the zeros behind it
-        flip_bit(run / "rank0" / "commit", which * 4096 + position)
+        flip_bit(run / "rank0" / "commit", page * 4096 + position)
         code, report = verify(run)
         (file,) = report["ranks"][0]["files"]
         assert (
@@ -203,8 +203,8 @@ def test_a_torn_record_is_named_and_the_one_before_is_taken(run: Path, swap: Pat
             and report["epoch"] == 2
         )
         assert inspected(run)["damaged"] == [file] and [c["epoch"] for c in inspected(run)["commits"]] == [2]
-        flip_bit(run / "rank0" / "commit", which * 4096 + position)
-    flip_bit(run / "rank0" / "commit", which * 4096 + 20)
+        flip_bit(run / "rank0" / "commit", page * 4096 + position)
+    flip_bit(run / "rank0" / "commit", page * 4096 + 20)
     assert resumed(swap) == 2
 
 
@@ -222,7 +222,7 @@ def test_a_lost_commit_file(run: Path, swap: Path) -> None:
 @pytest.mark.parametrize("how", ["flipped", "deleted", "another one", "of another drive"])
 def test_a_damaged_manifest_is_named(how: str, drive: str, run: Path, swap: Path) -> None:
     path = swap / drive / "default" / "rank0" / "manifest.json"
-    other = swap / ("second" if drive == "first" else "first") / "default" / "rank0" / "manifest.json"
+    other_path = swap / ("second" if drive == "first" else "first") / "default" / "rank0" / "manifest.json"
     data = path.read_bytes()
     if how == "flipped":
         path.write_bytes(data.replace(b'"parameters"', b'"parametets"', 1))
@@ -231,7 +231,7 @@ def test_a_damaged_manifest_is_named(how: str, drive: str, run: Path, swap: Path
     elif how == "another one":
         path.write_bytes(json.dumps(json.loads(data) | {"created": "never"}).encode())
     else:
-        path.write_bytes(other.read_bytes())
+        path.write_bytes(other_path.read_bytes())
     code, report = verify(run)
     (file,) = report["ranks"][0]["files"]
     assert code == 1 and file["path"] == str(path) and report["ranks"][0]["damages"] == []
@@ -328,10 +328,10 @@ def test_a_rate_that_is_none_is_named_with_its_option(rate: str, run: Path) -> N
 
 def flip_in_slot(run: Path, older: bool) -> None:
     """Flips a bit of what the newest commit names, or of the commit before."""
-    found = look(run / "rank0")
-    assert found.manifest is not None
-    record = found.commits[older].record
-    flip_bit(*on_drive(run, found.manifest.spec.places()[0][State.WEIGHT][record.slots[0]].offset(0)))
+    rank_files = look(run / "rank0")
+    assert rank_files.manifest is not None
+    record = rank_files.commits[older].record
+    flip_bit(*on_drive(run, rank_files.manifest.spec.places()[0][State.WEIGHT][record.slots[0]].offset(0)))
 
 
 def zero_newest_record(run: Path) -> None:

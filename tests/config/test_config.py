@@ -223,9 +223,9 @@ def test_keys_that_are_notes_mean_nothing() -> None:
         "optimizer": {"type": "AdamW", **notes, "params": {"lr": 1e-3, **notes}},
         "offload": dict(notes),
     }
-    found = load_config(content)
-    assert found.optimizer is not None and found.optimizer.params.lr == 1e-3
-    assert not any("comment" in notice or "wiki" in notice for notice in found.notices)
+    config = load_config(content)
+    assert config.optimizer is not None and config.optimizer.params.lr == 1e-3
+    assert not any("comment" in notice or "wiki" in notice for notice in config.notices)
 
 
 def test_a_written_stage_0_is_whole_on_each_rank() -> None:
@@ -435,8 +435,8 @@ def trained(**options: Any) -> list[float]:
         losses.append(float(loss.detach()))
         engine.backward(loss)
         engine.step()
-    found = [(group["lr"], group["betas"], group["weight_decay"]) for group in engine.optimizer.param_groups]
-    assert found == [(1e-3, (0.8, 0.9), 0.1), (1e-2, (0.8, 0.9), 0.0)]
+    groups = [(group["lr"], group["betas"], group["weight_decay"]) for group in engine.optimizer.param_groups]
+    assert groups == [(1e-3, (0.8, 0.9), 0.1), (1e-2, (0.8, 0.9), 0.0)]
     engine.destroy(remove=True)
     return losses
 

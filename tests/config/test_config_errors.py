@@ -457,10 +457,10 @@ def check(content: Any, folder: Path, *options: str) -> Any:
 def test_every_wrong_key_is_in_one_error() -> None:
     with pytest.raises(ConfigError) as caught:
         load_config(ERRORS_WRONG)
-    first, *others = str(caught.value).split("\n* ")
-    assert first == "5 things are wrong with the config:" and len(others) == len(MESSAGES)
+    first, *lines = str(caught.value).split("\n* ")
+    assert first == "5 things are wrong with the config:" and len(lines) == len(MESSAGES)
     for message in MESSAGES:
-        assert sum(each.startswith(message) for each in others) == 1, message
+        assert sum(each.startswith(message) for each in lines) == 1, message
 
 
 def test_two_contradictions_are_one_error() -> None:
@@ -478,9 +478,9 @@ def test_a_contradiction_between_keys_of_ranks_hides_no_other() -> None:
 def test_the_command_lists_keys_by_what_becomes_of_them(tmp_path: Path) -> None:
     done = check(ERRORS_WRONG, tmp_path, "--json")
     assert done.exit_code == 2
-    found = json.loads(done.stdout)
-    assert [any(each.startswith(message) for each in found["errors"]) for message in MESSAGES] == [True] * 5
-    assert found["honoured"] == [
+    report = json.loads(done.stdout)
+    assert [any(each.startswith(message) for each in report["errors"]) for message in MESSAGES] == [True] * 5
+    assert report["honoured"] == [
         "fp16.enabled",
         "optimizer.type",
         "scheduler.type",
@@ -488,7 +488,7 @@ def test_the_command_lists_keys_by_what_becomes_of_them(tmp_path: Path) -> None:
         "zero_optimization.overlap_comm",
         "zero_optimization.stage",
     ]
-    assert (found["auto"], found["ignored"]) == (["optimizer.params.lr"], ["autotuning"])
+    assert (report["auto"], report["ignored"]) == (["optimizer.params.lr"], ["autotuning"])
     text = check(ERRORS_WRONG, tmp_path).stdout
     assert ': 5 wrong or refused, 6 honoured, 1 left to "auto", 1 ignored\n' in text
     assert "\nhonoured:\n  fp16.enabled\n" in text and "\nignored: not supported, or of another tool:\n" in text
@@ -516,8 +516,8 @@ OFF: dict[str, Any] = {
 
 
 def test_each_key_of_a_file_is_in_one_list(tmp_path: Path) -> None:
-    found = json.loads(check(OFF, tmp_path, "--json").stdout)
-    listed = [name for kind in ("honoured", "auto", "without_effect", "ignored", "off") for name in found[kind]]
+    report = json.loads(check(OFF, tmp_path, "--json").stdout)
+    listed = [name for kind in ("honoured", "auto", "without_effect", "ignored", "off") for name in report[kind]]
     keys = {
         f"{block}.{key}" if isinstance(content, dict) and block not in ("amp", "autotuning", "checkpoint") else block
         for block, content in OFF.items()

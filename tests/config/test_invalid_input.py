@@ -250,11 +250,11 @@ def test_the_users_own_optimizer_and_schedule(tmp_path: Path) -> None:
         lr_scheduler=torch.optim.lr_scheduler.CosineAnnealingLR(theirs, 5),
         config=content,
     )
-    found = loop(engine, optimizer, engine.step, engine.backward)
+    actual = loop(engine, optimizer, engine.step, engine.backward)
     assert engine.get_lr() == [group["lr"] for group in mine.param_groups]
     assert scheduler.last_epoch == 5
     engine.destroy(remove=True)
-    rounding_bounds.same_losses(found, expected, job)
+    rounding_bounds.same_losses(actual, expected, job)
 
 
 ARGUMENTS: dict[str, tuple[Callable[[nn.Module], dict[str, Any]], str]] = {

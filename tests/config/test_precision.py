@@ -28,9 +28,9 @@ __all__ = ["isolated_cache", "run_folder"]  # fixtures
 FAST, SLOW = ProductRates(2e11, 1e11), ProductRates(7e9, 5e10)
 
 
-def machine(monkeypatch: pytest.MonkeyPatch, found: ProductRates) -> None:
+def machine(monkeypatch: pytest.MonkeyPatch, rates: ProductRates) -> None:
     """From here on the processor is of that speed, and nobody was warned of it."""
-    testing.replace(monkeypatch, "dtype.rates", lambda half: found)
+    testing.replace(monkeypatch, "dtype.rates", lambda half: rates)
     testing.replace(monkeypatch, "dtype.warned", set())
 
 
@@ -38,15 +38,15 @@ def machine(monkeypatch: pytest.MonkeyPatch, found: ProductRates) -> None:
 
 
 def test_bf16_is_chosen_where_it_is_at_least_as_fast() -> None:
-    found: ProductRates
-    for found, dtype in (
+    rates: ProductRates
+    for rates, dtype in (
         (FAST, "bf16"),
         (ProductRates(1e11, 1e11), "bf16"),
         (ProductRates(0.99e11, 1e11), "fp32"),
         (SLOW, "fp32"),
     ):
         print(dtype)
-        assert precision.decide(found) == dtype
+        assert precision.decide(rates) == dtype
 
 
 def test_the_choice_of_fp32_is_reported_with_figures(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -76,8 +76,8 @@ def test_a_gpu_is_not_measured(native: bool, dtype: str, monkeypatch: pytest.Mon
 
 def test_this_processor_is_measured_and_threads_stay_as_they_were() -> None:
     before = torch.get_num_threads()
-    found = precision.measure("bf16")
-    assert min(found) > 1e6 and torch.get_num_threads() == before
+    rates = precision.measure("bf16")
+    assert min(rates) > 1e6 and torch.get_num_threads() == before
 
 
 @pytest.fixture
@@ -96,12 +96,12 @@ def measured(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 
 
 @pytest.mark.parametrize(
-    "found", [[1, float("nan")], [1e-300, 1e300], [float("inf")] * 2, "52", [True, 1], {"5": 1, "3": 2}, [5e9], None]
+    "rates", [[1, float("nan")], [1e-300, 1e300], [float("inf")] * 2, "52", [True, 1], {"5": 1, "3": 2}, [5e9], None]
 )
-def test_what_cannot_have_been_measured_is_measured_anew(found: Any, measured: list[str]) -> None:
+def test_what_cannot_have_been_measured_is_measured_anew(rates: Any, measured: list[str]) -> None:
     expected = precision.rates("bf16")
     content = json.loads(precision.cache_path().read_text())
-    content["products"] = dict.fromkeys(content["products"], found)
+    content["products"] = dict.fromkeys(content["products"], rates)
     precision.cache_path().write_text(json.dumps(content))
     assert precision.rates("bf16") == ProductRates(2e9, 1e9) != expected and measured == ["bf16", "bf16"]
     assert precision.rates("bf16") == ProductRates(2e9, 1e9), "it is kept again"
@@ -116,16 +116,16 @@ def test_another_processor_or_torch_is_measured_anew(
         monkeypatch.setattr(torch, "__version__", "9.9")
     else:
         testing.replace(monkeypatch, "machine.cpuinfo", lambda: "model name : A\nflags : fpu avx2\n\nmodel name : A\n")
-        other = precision.rates("bf16")
+        rates = precision.rates("bf16")
         testing.replace(monkeypatch, "machine.cpuinfo", lambda: "model name : A\nflags : fpu avx512_bf16\n")
-        assert precision.rates("bf16") != other, "a guest's processor may have any name"
+        assert precision.rates("bf16") != rates, "a guest's processor may have any name"
     assert precision.rates("bf16") != before
 
 
 # -- a config that leaves it open ----------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(("found", "dtype"), [(FAST, "bf16"), (SLOW, "fp32")])
+@pytest.mark.parametrize(("rates", "dtype"), [(FAST, "bf16"), (SLOW, "fp32")])
 @pytest.mark.parametrize(
     "given",
     [
@@ -139,9 +139,9 @@ def test_another_processor_or_torch_is_measured_anew(
     ],
 )
 def test_an_open_config_gets_what_the_machine_is_fast_in(
-    given: dict[str, Any], found: ProductRates, dtype: str, monkeypatch: pytest.MonkeyPatch
+    given: dict[str, Any], rates: ProductRates, dtype: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    machine(monkeypatch, found)
+    machine(monkeypatch, rates)
     content = {"offload": {"device": "cpu"}, **given}
     before = json.dumps(content)
     chosen = offload.auto_dtype(content)
@@ -176,8 +176,8 @@ def test_a_run_and_a_checkpoint_keep_the_dtype_that_they_have(
     engine.destroy()
     rest = {key: value for key, value in config(job, ("nvme", "nvme"), tmp_path / "swap").items() if key[-2:] != "16"}
     going_on = rest | {"offload": rest["offload"] | {"resume": "auto"}}
-    for found, here in ((FAST, "bf16"), (SLOW, "fp32")):
-        machine(monkeypatch, found)
+    for rates, here in ((FAST, "bf16"), (SLOW, "fp32")):
+        machine(monkeypatch, rates)
         for chosen in (offload.auto_dtype(going_on), offload.auto_dtype(rest, tmp_path / "saved")):
             assert load_config(chosen).dtype == mode
         for begins in (rest, going_on | {"offload": going_on["offload"] | {"run": "another"}}):

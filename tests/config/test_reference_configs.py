@@ -192,9 +192,9 @@ def test_the_first_steps_as_in_pytorch(name: str, tmp_path: Path) -> None:
             assert batch["input_ids"].shape[0] == meaning.batch.micro
             mine, theirs = (float(loss.detach()) for loss in losses)
             rounding_bounds.same_losses([mine], [theirs], job)
-            for one, loss in zip((engine, plain), losses, strict=True):
-                one.backward(loss)
-                one.step()
+            for engine_or_plain, loss in zip((engine, plain), losses, strict=True):
+                engine_or_plain.backward(loss)
+                engine_or_plain.step()
         assert engine.was_step_applied() and engine.global_steps == plain.global_steps == step + 1
         rounding_bounds.same_norms([engine.get_global_grad_norm()], [plain.get_global_grad_norm()], job)
     weights = plain.module.state_dict()

@@ -62,21 +62,21 @@ def config(stage: int, dtype: str) -> dict[str, Any]:
 
 def losses(engine: Any, steps: range) -> list[float]:
     """Trains the steps and returns their losses."""
-    found = []
+    losses = []
     for step in steps:
         tokens = batch(step)
         loss = engine(input_ids=tokens, labels=tokens).loss
         engine.backward(loss)
         engine.step()
-        found.append(loss.item())
-    return found
+        losses.append(loss.item())
+    return losses
 
 
 def began(engine: Any, out: Path, frozen: bool) -> dict[str, Any]:
     """Trains, saves a checkpoint and converts it; returns the losses."""
     from deepspeed.checkpoint import ds_to_universal
 
-    found = losses(engine, range(BEFORE))
+    before = losses(engine, range(BEFORE))
     # What ds_to_universal asks for; stage 3 needs none.
     info = {"universal_checkpoint_info": {"universal_checkpoint_version": 0.4}}
     state = {"best": 0.25, "names": ["a", None]} | (info if engine.zero_optimization_stage() < 3 else {})
@@ -87,7 +87,7 @@ def began(engine: Any, out: Path, frozen: bool) -> dict[str, Any]:
         folders = {"input_folder": f"{out}/global_step{BEFORE}", "output_folder": f"{out}/universal"}
         options = {"num_extract_workers": 1, "num_merge_workers": 1, "keep_temp_folder": False, "strict": True}
         ds_to_universal.main(argparse.Namespace(**folders, **options, inject_missing_state=False))
-    return {"before": found}
+    return {"before": before}
 
 
 def main() -> None:
@@ -111,14 +111,14 @@ def main() -> None:
         out = given.out / f"{case}-{size}"
         out.mkdir(parents=True, exist_ok=True)
         if given.universal is None:
-            found = began(engine, out, bool(more))
+            report = began(engine, out, bool(more))
         else:
             _, state = engine.load_checkpoint(given.universal)
-            found = {"steps": engine.global_steps, "best": state.get("best")}
-        found |= {"after": losses(engine, range(BEFORE, BEFORE + AFTER)), "lr": engine.get_lr()}
+            report = {"steps": engine.global_steps, "best": state.get("best")}
+        report |= {"after": losses(engine, range(BEFORE, BEFORE + AFTER)), "lr": engine.get_lr()}
         if torch.distributed.get_rank() == 0:
-            (out / "losses.json").write_text(json.dumps(found, indent=1))
-        print(case, size, found, flush=True)
+            (out / "losses.json").write_text(json.dumps(report, indent=1))
+        print(case, size, report, flush=True)
 
 
 if __name__ == "__main__":

@@ -47,15 +47,15 @@ def engine(tmp_path_factory: pytest.TempPathFactory) -> Any:
 
 
 def test_the_config_is_complete_and_loads_again(engine: offload.Engine, tmp_path: Path) -> None:
-    found = engine.config
-    assert found["train_batch_size"] == 2 and found["gradient_accumulation_steps"] == 2
-    assert found["zero_optimization"]["offload_param"]["device"] == "nvme"
-    assert found["optimizer"]["params"]["lr"] == JOB.lr and found["gradient_clipping"] == JOB.clip
-    again = load_config(found)
+    settings = engine.config
+    assert settings["train_batch_size"] == 2 and settings["gradient_accumulation_steps"] == 2
+    assert settings["zero_optimization"]["offload_param"]["device"] == "nvme"
+    assert settings["optimizer"]["params"]["lr"] == JOB.lr and settings["gradient_clipping"] == JOB.clip
+    again = load_config(settings)
     given = load_config(config(JOB, DISK, tmp_path))
     assert again.offload.debug == given.offload.debug and again.optimizer == given.optimizer
     assert load_config(again.model_dump(mode="json")) == again
-    found["zero_optimization"]["stage"] = 1
+    settings["zero_optimization"]["stage"] = 1
     assert engine.zero_optimization_stage() == 3
 
 
@@ -169,10 +169,10 @@ def summaries_of(folder: Path) -> tuple[Any, Any, str, str]:
 def test_log_summary_and_the_block_comms_logger_print_the_collectives_of_rank_0(
     ranks: RankPool, tmp_path: Path
 ) -> None:
-    (sent, summary, printed, at_the_end), (_, other, nothing, neither) = ranks.run(summaries_of, tmp_path)
+    (sent, summary, printed, at_the_end), (_, no_summary, nothing, neither) = ranks.run(summaries_of, tmp_path)
     assert sent.weights.collectives > 0 and sent.gradients.nbytes > 0
     assert summary["summary"]["weights"] == {"count": sent.weights.collectives, "bytes": sent.weights.nbytes}
-    assert (summary["metadata"], other["metadata"]["rank"]) == ({"world_size": 2, "rank": 0}, 1)
+    assert (summary["metadata"], no_summary["metadata"]["rank"]) == ({"world_size": 2, "rank": 0}, 1)
     assert re.search(rf"^  gradients +{sent.gradients.collectives} collectives +\S+ \S+ sent$", printed, re.MULTILINE)
     assert "collectives of rank 0 since its engine was created:\n" in at_the_end and "  gradients " in at_the_end
     assert nothing == "" and "collectives of rank" not in neither
@@ -327,10 +327,10 @@ def test_live_and_cold_agree(capsys) -> None:
 
 def test_zero2_has_its_weights_on_the_gpu(capsys) -> None:
     offload.estimate_zero2_model_states_mem_needs_all_live(model(), num_gpus_per_node=2)
-    found = rows(capsys.readouterr().out)
-    assert found and all(name.startswith("param=none") for name in found)
+    names = rows(capsys.readouterr().out)
+    assert names and all(name.startswith("param=none") for name in names)
     offload.estimate_zero2_model_states_mem_needs_all_cold(10**9)
-    assert rows(capsys.readouterr().out).keys() == found.keys()
+    assert rows(capsys.readouterr().out).keys() == names.keys()
 
 
 NAMES: dict[str, tuple[str, ...]] = {
@@ -367,15 +367,15 @@ NAMES: dict[str, tuple[str, ...]] = {
     "backend": ("set_compile_backend",),
 }
 """Methods of DeepSpeed's `abstract_accelerator` by their arguments."""
-found = get_accelerator()
+accelerator = get_accelerator()
 
 
-@pytest.mark.skipif(found.device_name() != "cpu", reason="torch finds a GPU")
+@pytest.mark.skipif(accelerator.device_name() != "cpu", reason="torch finds a GPU")
 def test_each_method_has_deepspeeds_arguments_and_those_of_devices_answer() -> None:
-    assert isinstance(found, DeepSpeedAccelerator)
+    assert isinstance(accelerator, DeepSpeedAccelerator)
     for arguments, names in NAMES.items():
         for name in names:
-            method = getattr(found, name)
+            method = getattr(accelerator, name)
             assert [*inspect.signature(method).parameters] == arguments.split(), name
             if not arguments:
                 method()
@@ -383,77 +383,84 @@ def test_each_method_has_deepspeeds_arguments_and_those_of_devices_answer() -> N
                 method(device_index=0)
 
 
-@pytest.mark.skipif(found.device_name() != "cpu", reason="torch finds a GPU")
+@pytest.mark.skipif(accelerator.device_name() != "cpu", reason="torch finds a GPU")
 def test_it_has_no_streams_no_graphs_and_no_ranges() -> None:
-    assert (found.Stream, found.Event, found.current_stream(), found.default_stream(0)) == (None,) * 4
-    graph = found.create_graph()
-    with found.stream(None), found.capture_to_graph(graph):
-        assert found.range_push("step", domain="x") is None and found.range_pop() is None
-    found.replay_graph(graph)
-    assert found.lazy_call(lambda: 7) == 7 and not found.register_host_memory(0, 8)
-    assert found.is_synchronized_device() and found.use_host_timers() and not found.is_triton_supported()
+    assert (accelerator.Stream, accelerator.Event, accelerator.current_stream(), accelerator.default_stream(0)) == (
+        None,
+    ) * 4
+    graph = accelerator.create_graph()
+    with accelerator.stream(None), accelerator.capture_to_graph(graph):
+        assert accelerator.range_push("step", domain="x") is None and accelerator.range_pop() is None
+    accelerator.replay_graph(graph)
+    assert accelerator.lazy_call(lambda: 7) == 7 and not accelerator.register_host_memory(0, 8)
+    assert (
+        accelerator.is_synchronized_device() and accelerator.use_host_timers() and not accelerator.is_triton_supported()
+    )
 
 
-@pytest.mark.skipif(found.device_name() != "cpu", reason="torch finds a GPU")
+@pytest.mark.skipif(accelerator.device_name() != "cpu", reason="torch finds a GPU")
 def test_the_generator_is_torchs_default_one() -> None:
-    found.manual_seed_all(11)
-    assert found.initial_seed() == torch.initial_seed() == 11 and found.default_generator(0) is torch.default_generator
-    state = found.get_rng_state()
+    accelerator.manual_seed_all(11)
+    assert (
+        accelerator.initial_seed() == torch.initial_seed() == 11
+        and accelerator.default_generator(0) is torch.default_generator
+    )
+    state = accelerator.get_rng_state()
     first = torch.rand(3)
-    found.set_rng_state(state, 0)
+    accelerator.set_rng_state(state, 0)
     assert torch.equal(first, torch.rand(3))
 
 
-@pytest.mark.skipif(found.device_name() != "cpu", reason="torch finds a GPU")
+@pytest.mark.skipif(accelerator.device_name() != "cpu", reason="torch finds a GPU")
 def test_a_peak_is_of_the_process_and_begins_anew() -> None:
-    found.reset_peak_memory_stats()
-    before = found.max_memory_allocated()
+    accelerator.reset_peak_memory_stats()
+    before = accelerator.max_memory_allocated()
     held = torch.ones(64 << 18)  # 64 MiB
-    assert found.memory_reserved() >= before + held.nbytes // 2
+    assert accelerator.memory_reserved() >= before + held.nbytes // 2
     del held
-    assert found.max_memory_reserved() >= before + (32 << 20)
-    stats = found.memory_stats()
+    assert accelerator.max_memory_reserved() >= before + (32 << 20)
+    stats = accelerator.memory_stats()
     assert stats["allocated_bytes.all.peak"] >= stats["allocated_bytes.all.current"] > 0
-    found.reset_max_memory_cached()
-    assert found.max_memory_cached() <= found.total_memory()
+    accelerator.reset_max_memory_cached()
+    assert accelerator.max_memory_cached() <= accelerator.total_memory()
 
 
-@pytest.mark.skipif(found.device_name() != "cpu", reason="torch finds a GPU")
+@pytest.mark.skipif(accelerator.device_name() != "cpu", reason="torch finds a GPU")
 def test_devices_are_counted_as_launchers_say(monkeypatch: pytest.MonkeyPatch) -> None:
     for name, value in (("LOCAL_RANK", "1"), ("LOCAL_SIZE", "4")):
         monkeypatch.setenv(name, value)
-    assert (found.current_device(), found.device_count(), found.device_name(1)) == (1, 4, "cpu")
+    assert (accelerator.current_device(), accelerator.device_count(), accelerator.device_name(1)) == (1, 4, "cpu")
     for name in ("LOCAL_RANK", "LOCAL_SIZE"):
         monkeypatch.delenv(name)
-    assert found.current_device() == 0 and found.device_count() >= 1
-    assert found.device() == torch.device("cpu") and found.on_accelerator(torch.ones(1))
+    assert accelerator.current_device() == 0 and accelerator.device_count() >= 1
+    assert accelerator.device() == torch.device("cpu") and accelerator.on_accelerator(torch.ones(1))
     environ = dict[str, str]()
-    found.set_visible_devices_envs(environ, [0, 2])
+    accelerator.set_visible_devices_envs(environ, [0, 2])
     assert environ == {"CUDA_VISIBLE_DEVICES": "0,2"} and environ.items().isdisjoint(os.environ.items())
 
 
-@pytest.mark.skipif(found.device_name() != "cpu", reason="torch finds a GPU")
+@pytest.mark.skipif(accelerator.device_name() != "cpu", reason="torch finds a GPU")
 def test_tensors_and_memory_for_copies_are_of_the_cpu() -> None:
     for dtype in ("BFloat16", "Byte", "Double", "Float", "Half", "Int", "Long"):
-        assert getattr(found, f"{dtype}Tensor")([1]).dtype == getattr(torch, f"{dtype}Tensor").dtype, dtype
+        assert getattr(accelerator, f"{dtype}Tensor")([1]).dtype == getattr(torch, f"{dtype}Tensor").dtype, dtype
     tensor = torch.ones(2, 3)
-    assert found.pin_memory(tensor) is tensor and not found.is_pinned(tensor)
-    assert found.pin_empty(2, 3, dtype=torch.int64).shape == found.pin_empty((2, 3), dtype=torch.int8).shape
-    assert found.pin_empty_like(tensor, dtype=torch.bfloat16).dtype == torch.bfloat16
+    assert accelerator.pin_memory(tensor) is tensor and not accelerator.is_pinned(tensor)
+    assert accelerator.pin_empty(2, 3, dtype=torch.int64).shape == accelerator.pin_empty((2, 3), dtype=torch.int8).shape
+    assert accelerator.pin_empty_like(tensor, dtype=torch.bfloat16).dtype == torch.bfloat16
     with pytest.raises(ConfigError, match="device must be cpu, got 'meta'"):
-        found.pin_empty(2, dtype=torch.int8, device="meta")
+        accelerator.pin_empty(2, dtype=torch.int8, device="meta")
 
 
-@pytest.mark.skipif(found.device_name() != "cpu", reason="torch finds a GPU")
+@pytest.mark.skipif(accelerator.device_name() != "cpu", reason="torch finds a GPU")
 def test_backends_and_builders_are_those_there_are() -> None:
-    assert found.get_compile_backend() == "inductor"
+    assert accelerator.get_compile_backend() == "inductor"
     with pytest.raises(ConfigError, match=r"set_compile_backend expects .* eager.*; got 'clang'"):
-        found.set_compile_backend("clang")
-    found.set_compile_backend("eager")
-    assert found.get_compile_backend() == "eager"
-    found.set_compile_backend("inductor")
-    assert found.create_op_builder("AsyncIOBuilder").is_compatible()
-    builder = found.create_op_builder("FusedAdamBuilder")
+        accelerator.set_compile_backend("clang")
+    accelerator.set_compile_backend("eager")
+    assert accelerator.get_compile_backend() == "eager"
+    accelerator.set_compile_backend("inductor")
+    assert accelerator.create_op_builder("AsyncIOBuilder").is_compatible()
+    builder = accelerator.create_op_builder("FusedAdamBuilder")
     assert not builder.is_compatible()
     with pytest.raises(UsageError, match="kernels of its own"):
         builder.load()

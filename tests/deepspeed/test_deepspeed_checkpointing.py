@@ -94,10 +94,10 @@ def test_keywords_and_their_tensors_are_handed_on(tmp_path: Path) -> None:
 
     x, factor = torch.randn(3, requires_grad=True), torch.tensor(2.5, requires_grad=True)
     for checkpoint in (checkpointing.checkpoint, checkpointing.non_reentrant_checkpoint):
-        found = checkpoint(scaled, x, debug=factor, use_reentrant=3.0)
+        output = checkpoint(scaled, x, debug=factor, use_reentrant=3.0)
         expected = scaled(x, debug=factor, use_reentrant=3.0)
-        gradients = (torch.autograd.grad(each.sum(), (x, factor)) for each in (found, expected))
-        assert all(map(torch.equal, *gradients)) and torch.equal(found, expected)
+        gradients = (torch.autograd.grad(each.sum(), (x, factor)) for each in (output, expected))
+        assert all(map(torch.equal, *gradients)) and torch.equal(output, expected)
 
 
 def test_a_sequence_comes_back_as_deepspeed_gives_it() -> None:
@@ -186,8 +186,8 @@ def test_the_profile_is_a_line_for_each_step(tmp_path: Path, caplog: pytest.LogC
         train_step(engine, Job(Plain, loss), 0)
     lines = [r.getMessage() for r in caplog.records if "seconds of forward and recomputation" in r.getMessage()]
     assert len(lines) == 1
-    found = re.fullmatch(r"step 1, seconds of forward and recomputation: blocks\.0 (\S+) and (\S+)", lines[0])
-    assert found is not None and float(found[1]) > 0 and float(found[2]) > 0
+    match = re.fullmatch(r"step 1, seconds of forward and recomputation: blocks\.0 (\S+) and (\S+)", lines[0])
+    assert match is not None and float(match[1]) > 0 and float(match[2]) > 0
     engine.destroy(remove=True)
 
 

@@ -64,12 +64,12 @@ def start(folder: Path, dtype: str = "fp32", frozen: bool = False, **block: Any)
 
 def states(engine: offload.Engine) -> dict[str, torch.Tensor]:
     """Returns masters and moments by parameter and state."""
-    found = {}
+    states = {}
     for name, parameter in engine.module.named_parameters():
-        found[name] = offload.safe_get_full_fp32_param(parameter)
+        states[name] = offload.safe_get_full_fp32_param(parameter)
         for state in ("exp_avg", "exp_avg_sq") if parameter.requires_grad else ():
-            found[f"{name}/{state}"] = offload.safe_get_full_optimizer_state(parameter, state)
-    return found
+            states[f"{name}/{state}"] = offload.safe_get_full_optimizer_state(parameter, state)
+    return states
 
 
 def run(*arguments: object) -> Any:
@@ -100,9 +100,9 @@ def go_on(saved: Path, folder: Path) -> list[float]:
     """Returns the losses after a checkpoint, of one rank of several."""
     engine = start(folder)
     engine.load_checkpoint(saved)
-    found = losses(engine, range(BEFORE, BEFORE + AFTER))
+    later = losses(engine, range(BEFORE, BEFORE + AFTER))
     engine.destroy(remove=True)
-    return found
+    return later
 
 
 @pytest.mark.slow
@@ -121,10 +121,10 @@ def test_masters_and_moments_are_those_of_deepspeeds_own_converter(case: str, da
     assert run("verify", tmp_path / "imported").exit_code == 0
     expected = {}
     for file in (data / case / "universal" / "zero").glob("*/*.pt"):
-        found = torch.load(file, weights_only=False)
+        content = torch.load(file, weights_only=False)
         if file.stem != "step":
             name = file.parent.name if file.stem == "fp32" else f"{file.parent.name}/{file.stem}"
-            expected[name] = found["param"] if isinstance(found, dict) else found
+            expected[name] = content["param"] if isinstance(content, dict) else content
     for folder in (data / case, data / case / "universal", tmp_path / "imported"):
         engine = start(tmp_path / "run")
         engine.load_checkpoint(folder)
@@ -167,8 +167,8 @@ def test_a_universal_checkpoint_of_ours_holds_the_run(dtype: str, tmp_path: Path
         assert_same_tensors(states(again), expected)
         again.destroy(remove=True)
     zero = tmp_path / "out0" / TAG / "zero"
-    found = torch.load(zero / "transformer.wte.weight" / "exp_avg.pt", weights_only=True)["param"]
-    assert torch.equal(found, expected["transformer.wte.weight/exp_avg"])
+    content = torch.load(zero / "transformer.wte.weight" / "exp_avg.pt", weights_only=True)["param"]
+    assert torch.equal(content, expected["transformer.wte.weight/exp_avg"])
     assert int(torch.load(zero / "transformer.wte.weight" / "step.pt", weights_only=True)) == BEFORE
 
 
@@ -234,7 +234,9 @@ def spoil_length(folder: Path) -> None:
 def spoil_byte(folder: Path) -> None:
     file = next(folder.glob("*_optim_states.pt"))
     data = bytearray(file.read_bytes())
-    largest = max(zipfile.ZipFile(file).infolist(), key=lambda each: each.file_size if "/data/" in each.filename else 0)
+    largest = max(
+        zipfile.ZipFile(file).infolist(), key=lambda entry: entry.file_size if "/data/" in entry.filename else 0
+    )
     data[data.index(b"PK", largest.header_offset + 1) - 40] ^= 4  # the record before the next one, but for its end
     file.write_bytes(data)
 
@@ -323,8 +325,8 @@ def test_a_parameter_without_moments_is_named(data: Path, tmp_path: Path) -> Non
 
 
 def test_another_model_is_refused_by_its_names(data: Path, tmp_path: Path) -> None:
-    other = torch.nn.Linear(VOCABULARY, 3)
-    engine, *_ = offload.initialize(model=other, config=config(3, "fp32") | {"offload": {"device": "cpu"}})
+    layer = torch.nn.Linear(VOCABULARY, 3)
+    engine, *_ = offload.initialize(model=layer, config=config(3, "fp32") | {"offload": {"device": "cpu"}})
     with pytest.raises(StoreError, match=r"Missing key\(s\): weight, bias"):
         engine.load_checkpoint(data / "z2-fp32-2")
     engine.destroy(remove=True)

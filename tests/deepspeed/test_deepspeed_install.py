@@ -195,14 +195,14 @@ def test_the_processes_of_a_command_find_the_package_and_so_do_spawned_workers(t
     offload, child = Path(sys.executable).with_name("offload"), f'"{sys.executable}" "{module}" --lr 1; exit $?'
     done = subprocess.run([offload, "run", "sh", "-c", child], capture_output=True, text=True, check=False)
     assert done.returncode == 3, done.stderr
-    found = ("0.19.8", "offload.deepspeed")
-    assert done.stdout == f"{[found, found, ['--lr', '1']]}\n"
+    package = ("0.19.8", "offload.deepspeed")
+    assert done.stdout == f"{[package, package, ['--lr', '1']]}\n"
     (tmp_path / "spawns.py").write_text(_SPAWNS)
     environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
     done = subprocess.run(
         [sys.executable, tmp_path / "spawns.py"], capture_output=True, text=True, check=False, env=environment
     )
-    assert done.stdout == f"{[found]}\n", done.stderr
+    assert done.stdout == f"{[package]}\n", done.stderr
 
 
 def test_every_module_runs_as_a_program_by_both_names() -> None:
@@ -314,8 +314,8 @@ def test_a_script_of_the_trainer_gives_what_it_gives_without_the_option(script: 
     plain, paged = logs("plain", by="python"), logs("paged", "--deepspeed", str(tmp_path / "ds.json"))
     error = 4 * rounding_bounds.sum_error(rounding_bounds.roundings(model))
     assert len(plain) == len(paged) == 5 and plain[0]["grad_norm"] > 0.1 and "eval_loss" in plain[-1]
-    for one, other in zip(paged, plain, strict=True):
-        assert one == pytest.approx(other, rel=error, abs=error)
+    for left, right in zip(paged, plain, strict=True):
+        assert left == pytest.approx(right, rel=error, abs=error)
     middle = ["--resume_from_checkpoint", str(tmp_path / "paged" / "checkpoint-2")]
     assert logs("paged", "--deepspeed", str(tmp_path / "ds.json"), *middle) == paged
 

@@ -132,14 +132,14 @@ def train(job: Job, folder: Path, stages: int, **options: Any) -> Result:
     return Result(losses, norms, weights)
 
 
-def together(found: Sequence[Result]) -> Result:
+def together(results: Sequence[Result]) -> Result:
     """All processes have the losses and norms; copies of a parameter have the same bits."""
     weights: dict[str, torch.Tensor] = {}
-    for result in found:
-        assert (result.losses, result.norms) == (found[0].losses, found[0].norms)
+    for result in results:
+        assert (result.losses, result.norms) == (results[0].losses, results[0].norms)
         for name, value in result.weights.items():
             assert torch.equal(weights.setdefault(name, value), value), name
-    return Result(found[0].losses, found[0].norms, weights)
+    return Result(results[0].losses, results[0].norms, weights)
 
 
 @pytest.fixture
@@ -159,11 +159,11 @@ def test_a_pipeline_module_trains_as_one_process_bit_for_bit(
     interval: int, dtype: str, micro_batches: int, ranks: RankPool, alone: Callable[[Job], Result], tmp_path: Path
 ) -> None:
     job = JOB._replace(dtype=dtype, accumulation=micro_batches)
-    found = together(ranks.run(train_with_interval, job, tmp_path / "two", interval))
+    result = together(ranks.run(train_with_interval, job, tmp_path / "two", interval))
     expected = alone(job)
-    assert found.losses == pytest.approx(expected.losses, rel=1e-6)  # the mean of four, in another order
-    assert_same_tensors(found.weights, expected.weights)
-    assert found.norms == pytest.approx(expected.norms, rel=1e-12)
+    assert result.losses == pytest.approx(expected.losses, rel=1e-6)  # the mean of four, in another order
+    assert_same_tensors(result.weights, expected.weights)
+    assert result.norms == pytest.approx(expected.norms, rel=1e-12)
 
 
 @pytest.mark.slow
@@ -173,11 +173,11 @@ def test_eight_stages_and_four_micro_batches_train_as_one_process(
 ) -> None:
     job = JOB._replace(model=deep, stage=2, dtype="bf16", steps=2)
     with pool(8) as eight:
-        found = together(eight.run(train, job, tmp_path / "eight", 8))
+        result = together(eight.run(train, job, tmp_path / "eight", 8))
     expected = alone(job)
-    assert found.losses == pytest.approx(expected.losses, rel=1e-6)
-    assert_same_tensors(found.weights, expected.weights)
-    assert found.norms == pytest.approx(expected.norms, rel=1e-12)
+    assert result.losses == pytest.approx(expected.losses, rel=1e-6)
+    assert_same_tensors(result.weights, expected.weights)
+    assert result.norms == pytest.approx(expected.norms, rel=1e-12)
 
 
 def train_with_interval(job: Job, folder: Path, interval: int) -> Result:
@@ -211,8 +211,8 @@ def losses_and_names(job: Job, folder: Path, loss: Callable[..., Any]) -> tuple[
 
 @pytest.mark.slow
 def test_a_loss_may_be_a_module_and_is_no_part_of_the_model(ranks: RankPool, tmp_path: Path) -> None:
-    found = ranks.run(losses_and_names, JOB, tmp_path / "module", WeighedLoss())
-    assert found == ranks.run(losses_and_names, JOB, tmp_path / "function", weighed_loss)
+    results = ranks.run(losses_and_names, JOB, tmp_path / "module", WeighedLoss())
+    assert results == ranks.run(losses_and_names, JOB, tmp_path / "function", weighed_loss)
 
 
 @pytest.mark.slow
@@ -223,8 +223,8 @@ def test_a_loss_may_be_a_module_and_is_no_part_of_the_model(ranks: RankPool, tmp
 def test_tied_layers_stay_equal_and_train_as_one(size: int, alone: Callable[[Job], Result], tmp_path: Path) -> None:
     job = JOB._replace(model=tied, clip=0.05)
     with shared_pool(size) as ranks:
-        found = together(ranks.run(train, job, tmp_path / "ranks", 2))
-    rounding_bounds.same_training(found, alone(job), job, reordered=True)
+        result = together(ranks.run(train, job, tmp_path / "ranks", 2))
+    rounding_bounds.same_training(result, alone(job), job, reordered=True)
 
 
 def started(job: Job, folder: Path) -> Any:

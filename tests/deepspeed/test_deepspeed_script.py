@@ -288,9 +288,9 @@ def test_at_each_point_of_three_steps(accumulation: int, tmp_path: Path) -> None
 def test_a_boundary_that_is_set_by_hand_holds_until_it_is_reset(word: bool, tmp_path: Path) -> None:
     engine = begin_parity(PARITY_JOB, tmp_path)
     engine.set_gradient_accumulation_boundary(word)
-    found = list(points(engine, PARITY_JOB, 1))
-    assert {point.boundary for point in found} == {word}
-    assert found[-1].micro_steps == 2 and found[-1].global_steps == (2 if word else 0)
+    marks = list(points(engine, PARITY_JOB, 1))
+    assert {point.boundary for point in marks} == {word}
+    assert marks[-1].micro_steps == 2 and marks[-1].global_steps == (2 if word else 0)
     engine.set_gradient_accumulation_boundary(None)
     assert engine.is_gradient_accumulation_boundary() == (not word), "two of two have run, or a new step begins"
     engine.destroy()
@@ -316,8 +316,8 @@ def test_a_skipped_step_counts(tmp_path: Path) -> None:
     assert float(engine.scale(torch.ones(()))) == engine.loss_scale == 256
     engine.backward(job.loss(engine, 0, 0) * math.inf)
     engine.step()
-    found = asked(engine)._replace(normed=True)
-    assert found == Point(True, 1, 1, 1, 1, False, True, [0.25])
+    point = asked(engine)._replace(normed=True)
+    assert point == Point(True, 1, 1, 1, 1, False, True, [0.25])
     assert engine.loss_scale == 128 and engine.fp16_enabled() and not engine.bfloat16_enabled()
     engine.destroy()
 

@@ -65,8 +65,8 @@ def compare(paged: dict[str, list[dict[str, float]]], plain: dict[str, list[dict
     error = bound()
     for kind, wanted in plain.items():
         assert len(wanted) == len(paged[kind]) == STEPS
-        for one, other in zip(paged[kind], wanted, strict=True):
-            assert one == pytest.approx(other, rel=error, abs=error), kind
+        for left, right in zip(paged[kind], wanted, strict=True):
+            assert left == pytest.approx(right, rel=error, abs=error), kind
         assert wanted[0]["grad_norm"] > 0.1
 
 

@@ -70,14 +70,14 @@ def test_the_same_everywhere_and_as_in_torch(name: str, dtype: str, tmp_path: Pa
     first: list[Found] | None = None
     for placement in drawn(PLACEMENTS, 3):
         engine = start(job, placement, tmp_path / "-".join(placement), **little_room(job, placement))
-        found = a_round(engine, job, lambda engine=engine: everything(engine.module))  # type: ignore[misc]
+        result = a_round(engine, job, lambda engine=engine: everything(engine.module))  # type: ignore[misc]
         engine.destroy(remove=True)
-        first = first or found
-        for moment, (mine, other) in enumerate(zip(first, found, strict=True)):
-            assert differences(mine, other) == [], f"{placement}, moment {moment}"
+        first = first or result
+        for moment, (left, right) in enumerate(zip(first, result, strict=True)):
+            assert differences(left, right) == [], f"{placement}, moment {moment}"
     assert first is not None
-    for mine, other in zip(first, theirs, strict=True):
-        same_but_for_roundings(mine, other, job._replace(steps=2))
+    for left, right in zip(first, theirs, strict=True):
+        same_but_for_roundings(left, right, job._replace(steps=2))
 
 
 @pytest.mark.slow
@@ -87,20 +87,20 @@ def test_spilled_gradients_and_small_chunks_are_read_exactly(tmp_path: Path, mon
     testing.replace(monkeypatch, "size.parameter_access", 1024)
     job = MIXTURE._replace(dtype="bf16")
     least = least_host_memory(job, tmp_path)
-    found = []
+    results = []
     for name, options in (("least", {"host_memory": least}), ("room", {})):
         engine = start(job, DISK, tmp_path / name, **options)
         assert testing.inspect(engine).gradients_spill(0) == (name == "least")
-        found.append(a_round(engine, job, lambda engine=engine: everything(engine.module)))  # type: ignore[misc]
+        results.append(a_round(engine, job, lambda engine=engine: everything(engine.module)))  # type: ignore[misc]
         backward(engine, job, 3)
         for number, parameter in enumerate(p for p in engine.module.parameters() if p.requires_grad):
             offload.safe_set_full_grad(parameter, torch.full(parameter.shape, 0.001 * number))
-        found[-1].append(everything(engine.module))
+        results[-1].append(everything(engine.module))
         engine.step()
-        found[-1].append(everything(engine.module))
+        results[-1].append(everything(engine.module))
         engine.destroy(remove=True)
-    for mine, other in zip(*found, strict=True):
-        assert differences(mine, other) == []
+    for left, right in zip(*results, strict=True):
+        assert differences(left, right) == []
 
 
 def test_the_master_has_the_bits_beyond_bf16(tmp_path: Path) -> None:
@@ -145,8 +145,8 @@ def test_state_dicts_of_the_engine(tmp_path: Path) -> None:
     assert all(type(value) is torch.Tensor and value.device.type == "cpu" for value in state.values())
     assert state["head.weight"] is state["embedding.weight"] and state["calls"] == job.accumulation
     assert torch.equal(state["head.weight"], offload.safe_get_full_fp32_param(engine.module.head.weight).cpu())
-    other = job.model()
-    other.load_state_dict(state)
+    output = job.model()
+    output.load_state_dict(state)
     before = engine.io_bytes().read
     trainable = engine.module_state_dict(exclude_frozen_parameters=True)
     frozen = {name for name, parameter in engine.module.named_parameters() if not parameter.requires_grad}
@@ -196,10 +196,10 @@ def test_training_goes_on_from_what_was_set(dtype: str, tmp_path: Path) -> None:
     first: tuple[list[float], Found] | None = None
     for placement in drawn(PLACEMENTS, 3):
         engine = start(job, placement, tmp_path / "-".join(placement), **little_room(job, placement))
-        found = edited_round(engine, job, halved), everything(engine.module)
+        state = edited_round(engine, job, halved), everything(engine.module)
         engine.destroy(remove=True)
-        first = first or found
-        assert found[0] == first[0] and differences(found[1], first[1]) == [], placement
+        first = first or state
+        assert state[0] == first[0] and differences(state[1], first[1]) == [], placement
     assert first is not None and len(first[0]) == len(expected)
     rounding_bounds.same_losses(first[0], expected, job)
 
@@ -238,8 +238,8 @@ def test_a_gradient_that_is_set_is_stepped_with(placement: tuple[str, str], tmp_
     engine, plain = start(job, placement, tmp_path, **little_room(job, placement)), PlainEngine(job)
     for step in range(2):
         for micro in range(job.accumulation):
-            for each in (engine, plain):
-                each.backward(job.loss(each, step, micro))
+            for trained in (engine, plain):
+                trained.backward(job.loss(trained, step, micro))
             for mine, theirs in zip(engine.module.parameters(), plain.module.parameters(), strict=True):
                 if not mine.requires_grad:
                     continue
@@ -248,8 +248,8 @@ def test_a_gradient_that_is_set_is_stepped_with(placement: tuple[str, str], tmp_
                 offload.safe_set_full_grad(mine, wanted)
                 assert torch.equal(offload.safe_get_full_grad(mine).cpu(), wanted)
                 theirs.grad = torch.full(theirs.shape, 0.01) if theirs.grad is None else theirs.grad * 2
-            for each in (engine, plain):
-                each.step()
+            for trained in (engine, plain):
+                trained.step()
         rounding_bounds.same_norms([engine.get_global_grad_norm()], [plain.get_global_grad_norm()], job)
     masters = {name: offload.safe_get_full_fp32_param(p) for name, p in engine.module.named_parameters()}
     rounding_bounds.same_weights(masters, dict(plain.module.named_parameters()), job._replace(steps=2))
@@ -520,9 +520,9 @@ def values_of_each(folder: Path) -> list[float]:
     assert _is_divided(engine, "blocks.2.2.weight")
     offload.safe_set_full_optimizer_state(weight, torch.full(weight.shape, 1.0 + rank), "exp_avg")
     offload.safe_set_full_grad(weight, torch.full(weight.shape, 3.0 + rank))
-    found = [offload.safe_get_full_optimizer_state(weight, "exp_avg"), offload.safe_get_full_grad(weight)]
+    values = [offload.safe_get_full_optimizer_state(weight, "exp_avg"), offload.safe_get_full_grad(weight)]
     engine.destroy(remove=True)
-    return [number for value in found if value is not None for number in value.unique().tolist()]
+    return [number for value in values if value is not None for number in value.unique().tolist()]
 
 
 def test_the_values_of_the_first_rank_count(ranks: RankPool, tmp_path: Path) -> None:
@@ -570,9 +570,9 @@ class OneBlock(Mixture):
 @pytest.mark.works(AREA, "`safe_get_local_*`, `safe_set_local_*`", "right")
 def test_the_shards_of_all_ranks_are_complete(dtype: str, ranks: RankPool, tmp_path: Path) -> None:
     job = ROWS._replace(model=OneBlock, dtype=dtype)
-    (one, complete, doubled), (other, _, also) = ranks.run(shards_and_complete, job, tmp_path / "parts")
+    (rank0, complete, doubled), (rank1, _, also) = ranks.run(shards_and_complete, job, tmp_path / "parts")
     lengths = set()
-    for first, second, expected in zip(one, other, complete, strict=True):
+    for first, second, expected in zip(rank0, rank1, complete, strict=True):
         for name, value in expected.items():
             mine, theirs = first[name], second[name]
             if value is None:
@@ -611,6 +611,6 @@ def alone_and_wrong(folder: Path) -> list[str]:
 
 
 def test_a_single_rank_and_a_shard_of_another_length_are_refused(ranks: RankPool, tmp_path: Path) -> None:
-    (one,), (other,) = ranks.run(alone_and_wrong, tmp_path)
-    assert "values of this rank's shard of the " in other and "got shape" in other
-    assert "rank 1 could not set a shard of a parameter, so no rank did: UsageError: values of" in one
+    (rank0,), (rank1,) = ranks.run(alone_and_wrong, tmp_path)
+    assert "values of this rank's shard of the " in rank1 and "got shape" in rank1
+    assert "rank 1 could not set a shard of a parameter, so no rank did: UsageError: values of" in rank0

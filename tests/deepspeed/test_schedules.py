@@ -35,12 +35,12 @@ def optimizer(*rates: float) -> torch.optim.Optimizer:
 
 def rates(schedule: Any, steps: int, group: int = 0) -> list[float]:
     """The learning rates of the first steps, as they are set."""
-    found = []
+    learning_rates = []
     for _ in range(steps):
-        found.append(schedule.optimizer.param_groups[group]["lr"])
+        learning_rates.append(schedule.optimizer.param_groups[group]["lr"])
         assert schedule.get_lr() == schedule.get_last_lr() == [g["lr"] for g in schedule.optimizer.param_groups]
         schedule.step()
-    return found
+    return learning_rates
 
 
 class Table(NamedTuple):
@@ -217,16 +217,16 @@ def test_a_number_in_quotes_is_that_number(name: str, params: dict[str, Any]) ->
             return [quoted(each) for each in value]
         return value if isinstance(value, bool) else str(value)
 
-    found: list[list[float]] = [[], []]
+    rates: list[list[float]] = [[], []]
     for at, given in enumerate((params, {key: quoted(value) for key, value in params.items()})):
         block = load_config({"scheduler": {"type": name, "params": given}}).scheduler
         theirs = optimizer()
         schedule = build_optimizer.choose_scheduler(block, None, theirs).schedule
         for _ in range(6):
-            found[at] += schedule.get_last_lr()
+            rates[at] += schedule.get_last_lr()
             theirs.step()
             schedule.step()
-    assert found[0] == found[1] and len({*found[0]}) > 1
+    assert rates[0] == rates[1] and len({*rates[0]}) > 1
 
 
 def test_each_group_has_its_own() -> None:
@@ -354,13 +354,13 @@ def test_a_new_group_has_the_values_of_the_cycle_at_once() -> None:
 
 
 def test_a_state_of_another_number_of_groups_changes_nothing() -> None:
-    one, two = (offload.schedules.WarmupLR(optimizer(*[1.0] * groups), warmup_num_steps=8) for groups in (1, 2))
+    single, two = (offload.schedules.WarmupLR(optimizer(*[1.0] * groups), warmup_num_steps=8) for groups in (1, 2))
     for _ in range(3):
         two.step()
-    before = one.state_dict(), one.get_last_lr()
+    before = single.state_dict(), single.get_last_lr()
     with pytest.raises(offload.UsageError, match="has 2 learning rates, and the optimizer 1 group"):
-        one.load_state_dict(two.state_dict())
-    assert (one.state_dict(), one.get_last_lr()) == before
+        single.load_state_dict(two.state_dict())
+    assert (single.state_dict(), single.get_last_lr()) == before
 
 
 def test_a_state_that_no_schedule_has_changes_nothing() -> None:
@@ -414,12 +414,12 @@ def test_schedules_over_the_users_own_optimizer() -> None:
         model=model, optimizer=theirs, lr_scheduler=schedule, config={"offload": {"device": "cpu"}}
     )
     assert returned is schedule is engine.lr_scheduler
-    found = []
+    learning_rates = []
     for _ in range(6):
-        found += engine.get_lr()
+        learning_rates += engine.get_lr()
         engine.backward(engine(torch.ones(1, 2)).sum())
         engine.step()
-    assert found == pytest.approx(TABLES["log"].rates[:6], rel=1e-6)
+    assert learning_rates == pytest.approx(TABLES["log"].rates[:6], rel=1e-6)
     engine.destroy()
 
 

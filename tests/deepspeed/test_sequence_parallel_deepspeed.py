@@ -30,8 +30,8 @@ def message_of(make: Callable[[], Any]) -> str:
 
 def batches_of(rank: int) -> list[dict[str, torch.Tensor]]:
     """Returns the two batches that a rank's own loader yields."""
-    found = [models.tokens(step, rank) for step in range(2)]
-    return [{"input_ids": ids, "labels": ids.masked_fill(ids < 40, sp.IGNORED)} for ids in found]
+    batches = [models.tokens(step, rank) for step in range(2)]
+    return [{"input_ids": ids, "labels": ids.masked_fill(ids < 40, sp.IGNORED)} for ids in batches]
 
 
 def train_with_deepspeeds_names(job: Job, folder: Path) -> Result:
@@ -68,8 +68,8 @@ def train_with_deepspeeds_names(job: Job, folder: Path) -> Result:
             logits=logits, labels=None, shift_labels=shift_labels, vocab_size=engine.module.config.vocab_size
         )
         good = (shift_labels != sp.IGNORED).sum().float()
-        each, counts = over_ranks.all_gather(loss, group=group), over_ranks.all_gather(good, group=group)
-        loss = sum(one * count for one, count in zip(each, counts, strict=True)) / sum(counts)
+        rank_losses, counts = over_ranks.all_gather(loss, group=group), over_ranks.all_gather(good, group=group)
+        loss = sum(one * count for one, count in zip(rank_losses, counts, strict=True)) / sum(counts)
         engine.backward(loss)
         engine.step()
         losses.append(float(loss.detach()))
@@ -90,8 +90,8 @@ def loss_of_one_after_the_other(model: nn.Module, step: int, micro: int) -> torc
 def test_a_loop_of_deepspeeds_trains_on_each_ranks_batches_in_turn(ranks: RankPool, tmp_path: Path) -> None:
     job = LLAMA._replace(loss=loss_of_one_after_the_other, steps=4)
     alone = train_alone(job, MEMORY, tmp_path / "one")
-    for found in ranks.run(train_with_deepspeeds_names, job, tmp_path / "two"):
-        rounding_bounds.same_training(found, alone, job, reordered=True)
+    for result in ranks.run(train_with_deepspeeds_names, job, tmp_path / "two"):
+        rounding_bounds.same_training(result, alone, job, reordered=True)
 
 
 def refused_names() -> list[str]:

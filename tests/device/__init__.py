@@ -74,9 +74,9 @@ def seed(number: int, lateness: float = 0.9) -> None:
     _library().td_seed(number, lateness)
 
 
-def counter(which: int) -> int:
+def counter(number: int) -> int:
     """Returns one of the counters, since the process began."""
-    return int(_library().td_counter(which))
+    return int(_library().td_counter(number))
 
 
 def poison(on: bool) -> None:

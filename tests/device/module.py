@@ -33,14 +33,14 @@ def current_device() -> int:
     return 0
 
 
-def set_device(which: Any) -> None:
+def set_device(device: Any) -> None:
     pass
 
 
 class device:
     """A context in which this device is the current one: it always is."""
 
-    def __init__(self, which: Any) -> None:
+    def __init__(self, device: Any) -> None:
         pass
 
     def __enter__(self) -> None:
@@ -50,11 +50,11 @@ class device:
         pass
 
 
-def synchronize(which: Any = None) -> None:
+def synchronize(device: Any = None) -> None:
     torch.accelerator.synchronize()
 
 
-def current_stream(which: Any = None) -> torch.Stream:
+def current_stream(device: Any = None) -> torch.Stream:
     return torch.accelerator.current_stream()
 
 
@@ -73,36 +73,36 @@ integrated = False
 """True if the device is to report that its memory is the host's."""
 
 
-def get_device_properties(which: Any = None) -> SimpleNamespace:
+def get_device_properties(device: Any = None) -> SimpleNamespace:
     return SimpleNamespace(is_integrated=integrated)
 
 
-def memory_allocated(which: Any = None) -> int:
+def memory_allocated(device: Any = None) -> int:
     return backend.memory()["allocated"]
 
 
-def memory_reserved(which: Any = None) -> int:
+def memory_reserved(device: Any = None) -> int:
     return backend.memory()["reserved"]
 
 
-def max_memory_allocated(which: Any = None) -> int:
+def max_memory_allocated(device: Any = None) -> int:
     return backend.memory()["max_allocated"]
 
 
-def max_memory_reserved(which: Any = None) -> int:
+def max_memory_reserved(device: Any = None) -> int:
     return backend.memory()["max_reserved"]
 
 
-def reset_peak_memory_stats(which: Any = None) -> None:
+def reset_peak_memory_stats(device: Any = None) -> None:
     backend.reset_peak_memory()
 
 
-def mem_get_info(which: Any = None) -> tuple[int, int]:
+def mem_get_info(device: Any = None) -> tuple[int, int]:
     counts = backend.memory()
     return max(counts["total"] - counts["reserved"], 0), counts["total"]
 
 
-def memory_stats(which: Any = None) -> dict[str, int]:
+def memory_stats(device: Any = None) -> dict[str, int]:
     counts = backend.memory()
     return {
         "allocated_bytes.all.current": counts["allocated"],
@@ -128,11 +128,11 @@ def manual_seed(seed: int) -> None:
 manual_seed_all = manual_seed
 
 
-def get_rng_state(which: Any = None) -> torch.Tensor:
+def get_rng_state(device: Any = None) -> torch.Tensor:
     return torch.default_generator.get_state()
 
 
-def set_rng_state(state: torch.Tensor, which: Any = None) -> None:
+def set_rng_state(state: torch.Tensor, device: Any = None) -> None:
     torch.default_generator.set_state(state)
 
 

@@ -362,9 +362,9 @@ def test_the_least_device_memory_holds_experts_beside_the_rest_of_their_layer(ex
 def test_a_run_keeps_the_units_with_which_it_was_begun(begun: str, tmp_path: Path) -> None:
     """Such as those of versions without groups."""
     start(FEW, DISK, tmp_path, experts=begun).destroy()
-    other = "each" if begun == "grouped" else "grouped"
+    other_experts = "each" if begun == "grouped" else "grouped"
     with pytest.raises(StoreError, match='"experts"'):
-        start(FEW, DISK, tmp_path, resume="must", experts=other)
+        start(FEW, DISK, tmp_path, resume="must", experts=other_experts)
     engine = start(FEW, DISK, tmp_path, resume="must")
     names = [layout.name for layout in testing.inspect(engine).layouts if layout.name.endswith("]")]
     assert len(names) == {"each": 32, "whole": 0, "grouped": 16}[begun]
@@ -411,8 +411,8 @@ def test_a_checkpoint_loads_whatever_the_units_are(first: str, second: str, form
 
 def _moments(engine: offload.Engine) -> dict[str, torch.Tensor]:
     trained = {name: each for name, each in engine.module.named_parameters() if each.requires_grad}
-    found = {name: offload.safe_get_full_optimizer_state(each, "exp_avg") for name, each in trained.items()}
-    return {name: moment for name, moment in found.items() if moment is not None}
+    moments = {name: offload.safe_get_full_optimizer_state(each, "exp_avg") for name, each in trained.items()}
+    return {name: moment for name, moment in moments.items() if moment is not None}
 
 
 # -- ranks -----------------------------------------------------------------------------------------------------

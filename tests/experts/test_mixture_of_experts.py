@@ -114,23 +114,23 @@ JOB = Job(Model, expert_loss, steps=7)
 def expert_units(engine: offload.Engine, experts: set[int]) -> set[int]:
     """The units of these experts, in all layers."""
     names = {f"layers.{layer}.experts.{expert}" for layer in range(2) for expert in experts}
-    found = {unit for unit, layout in enumerate(testing.inspect(engine).layouts) if layout.name in names}
-    assert len(found) == len(names), "each expert is a unit"
-    return found
+    units = {unit for unit, layout in enumerate(testing.inspect(engine).layouts) if layout.name in names}
+    assert len(units) == len(names), "each expert is a unit"
+    return units
 
 
 @pytest.fixture
 def moved(monkeypatch: pytest.MonkeyPatch) -> dict[str, list[tuple[int, State]]]:
     """(unit, state) of each read and write of the store."""
-    found: dict[str, list[tuple[int, State]]] = {"read": [], "write": []}
+    calls: dict[str, list[tuple[int, State]]] = {"read": [], "write": []}
 
     def counted(name: str, real: Any, store: Store, unit: int, state: State, *args: Any, **kwargs: Any) -> Any:
-        found[name].append((unit, state))
+        calls[name].append((unit, state))
         return real(store, unit, state, *args, **kwargs)
 
-    for name in found:
+    for name in calls:
         testing.intercept(monkeypatch, f"store.{name}", partial(counted, name))
-    return found
+    return calls
 
 
 @pytest.mark.sample(1)

@@ -62,7 +62,7 @@ def device_nbytes(engine: offload.Engine, title: str) -> int:
 def moved(engine: offload.Engine, monkeypatch: pytest.MonkeyPatch) -> dict[str, list[tuple[str, State]]]:
     """Returns lists that receive (unit's name, state) of each read and write of the store from now on."""
     inspected = testing.inspect(engine)
-    found: dict[str, list[tuple[str, State]]] = {"read": [], "write": []}
+    requests: dict[str, list[tuple[str, State]]] = {"read": [], "write": []}
 
     def told(real: Any, calls: list[tuple[str, State]]) -> Any:
         def call(unit: int, state: State, *args: Any, **kwargs: Any) -> Any:
@@ -71,9 +71,9 @@ def moved(engine: offload.Engine, monkeypatch: pytest.MonkeyPatch) -> dict[str, 
 
         return call
 
-    for way, calls in found.items():
+    for way, calls in requests.items():
         monkeypatch.setattr(inspected.store, way, told(getattr(inspected.store, way), calls))
-    return found
+    return requests
 
 
 def of_experts(calls: list[tuple[str, State]], *states: State) -> set[str]:
@@ -96,9 +96,9 @@ def test_the_numbers_are_those_of_whole_stacks_in_memory(family: str, dtype: str
     """A clip would add the squares of gradients in another order."""
     job = Job(FAMILIES[family], models.language_loss, steps=2, clip=0.0, dtype=dtype, accumulation=2)
     whole = run(job, MEMORY, tmp_path / "whole", experts="whole")
-    each = same_bits(job, tmp_path, (MEMORY, DISK))
-    assert each.losses == whole.losses
-    assert_same_tensors(each.weights, whole.weights)
+    result = same_bits(job, tmp_path, (MEMORY, DISK))
+    assert result.losses == whole.losses
+    assert_same_tensors(result.weights, whole.weights)
 
 
 def test_a_stack_larger_than_the_device_trains(tmp_path: Path) -> None:
@@ -129,9 +129,9 @@ def test_a_forward_with_another_implementation_uses_all_experts(tmp_path: Path) 
 
     job = Job(Summed, models.language_loss, steps=2, clip=0.0)
     whole = run(job, MEMORY, tmp_path / "whole", experts="whole")
-    each = run(job, DISK, tmp_path / "each")
-    assert each.losses == whole.losses
-    assert_same_tensors(each.weights, whole.weights)
+    result = run(job, DISK, tmp_path / "each")
+    assert result.losses == whole.losses
+    assert_same_tensors(result.weights, whole.weights)
 
 
 @pytest.mark.sample(1)
@@ -144,8 +144,8 @@ def test_only_visited_experts_are_read(experts: str, tmp_path: Path, monkeypatch
     calls, before = moved(engine, monkeypatch), set[str]()
     for step in range(SIXTEEN.steps):
         worker.finish(commit=False)
-        for each in calls.values():
-            each.clear()
+        for units in calls.values():
+            units.clear()
         with visits(engine.module) as seen:
             train_step(engine, SIXTEEN, step)
         worker.finish(commit=False)
@@ -187,8 +187,8 @@ def test_a_plan_counts_the_experts_that_so_many_tokens_visit() -> None:
     shape = from_training(qwen(16), 4, torch.bfloat16, Division(), {})
     of_one = 16 * (1 - (1 - 2 / 16) ** 4)
     assert shape.visited(1) == 4 and shape.visited(4) == pytest.approx(2 * of_one)
-    few, others, all_of_them = drawn(shape, 4, 0), drawn(shape, 4, 1), drawn(shape, 10_000, 0)
-    units = [{use.unit for use in each.uses} for each in (few, others, all_of_them)]
+    few, some, all_of_them = drawn(shape, 4, 0), drawn(shape, 4, 1), drawn(shape, 10_000, 0)
+    units = [{use.unit for use in each.uses} for each in (few, some, all_of_them)]
     experts = [use for use in few.uses if use.choice.units]
     assert [use.unit for use in experts] == [use.choice.units[0] for use in experts] and len(experts) == 2
     assert len(units[0]) == len(units[1]) == len(units[2]) - 2 * (16 - round(of_one)) and units[0] != units[1]
@@ -250,21 +250,21 @@ def test_values_are_read_and_set_as_those_of_any_parameter(job: Job, tmp_path: P
     values = torch.randn(stack.shape)
     offload.safe_set_full_fp32_param(stack, values)
     offload.safe_set_full_optimizer_state(stack, values.abs(), "exp_avg_sq")
-    for found, expected in (
+    for value, expected in (
         (offload.safe_get_full_fp32_param(stack), values),
         (offload.safe_get_local_fp32_param(stack), values.view(-1)),
         (offload.safe_get_full_optimizer_state(stack, "exp_avg_sq"), values.abs()),
         (stack.clone().detach(), values),
         (stack.sum(0).detach(), values.sum(0)),
     ):
-        assert found is not None and torch.equal(found.cpu(), expected)
+        assert value is not None and torch.equal(value.cpu(), expected)
     with offload.gathered(stack, modify=True):
         stack.data[3] = 7.0
-    found = offload.safe_get_full_fp32_param(stack)
-    assert found is not None and bool((found[3] == 7).all()) and torch.equal(found[4:].cpu(), values[4:])
+    value = offload.safe_get_full_fp32_param(stack)
+    assert value is not None and bool((value[3] == 7).all()) and torch.equal(value[4:].cpu(), values[4:])
     with torch.no_grad():
         stack.mul_(2)
-    assert torch.equal(stack.detach().clone(), found * 2)
+    assert torch.equal(stack.detach().clone(), value * 2)
     with pytest.raises(UsageError, match="gathered"), offload.gathered(stack):
         train_step(engine, job, 1)
     engine.destroy(remove=True)
@@ -321,10 +321,10 @@ def in_both_ways(job: Job, room: str, folder: Path) -> tuple[Result, Result]:
 def test_the_numbers_are_those_of_whole_stacks(made: Any, room: str, ranks: RankPool, tmp_path: Path) -> None:
     """Bit for bit with one micro-batch."""
     job = JOB._replace(model=made, clip=0.0)
-    (whole, one), (_, other) = ranks.run(in_both_ways, job, room, tmp_path)
-    assert_same(one, other, "ranks")
-    assert one.losses == whole.losses
-    assert_same_tensors(one.weights, whole.weights)
+    (whole, rank0), (_, rank1) = ranks.run(in_both_ways, job, room, tmp_path)
+    assert_same(rank0, rank1, "ranks")
+    assert rank0.losses == whole.losses
+    assert_same_tensors(rank0.weights, whole.weights)
 
 
 def visited_and_moved(job: Job, folder: Path) -> tuple[Result, set[str], set[str], set[str]]:
@@ -357,19 +357,19 @@ def visited_and_moved(job: Job, folder: Path) -> tuple[Result, set[str], set[str
 @pytest.mark.numeric
 def test_ranks_read_and_update_what_any_of_them_visits(ranks: RankPool, tmp_path: Path) -> None:
     """And no other expert, whose weights keep their bits; one rank with both rows has the same numbers."""
-    found = ranks.run(visited_and_moved, JOB, tmp_path / "two")
-    (one, seen, read, written), (other, more, *moved) = found
+    results = ranks.run(visited_and_moved, JOB, tmp_path / "two")
+    (left, seen, read, written), (right, more, *moved) = results
     assert seen != more, "both ranks visit the same"
     assert read == written == seen | more == moved[0] == moved[1]
-    assert_same_tensors(one.weights, other.weights, "ranks")
+    assert_same_tensors(left.weights, right.weights, "ranks")
     torch.manual_seed(JOB.seed)
     first = JOB.model().state_dict()[STACK]
     for expert in range(16):
-        same = torch.equal(one.weights[STACK][expert], first[expert])
+        same = torch.equal(left.weights[STACK][expert], first[expert])
         assert same == (f"{STACK.rpartition('.')[0]}[{expert}]" not in seen | more)
     alone = train(JOB, RANKS_DISK, tmp_path / "one", experts="visited")
-    rounding_bounds.same_losses(one.losses, alone.losses, JOB)
-    rounding_bounds.same_weights(one.weights, alone.weights, JOB, reordered=True)
+    rounding_bounds.same_losses(left.losses, alone.losses, JOB)
+    rounding_bounds.same_weights(left.weights, alone.weights, JOB, reordered=True)
 
 
 # -- values and files ---------------------------------------------------------------------------------

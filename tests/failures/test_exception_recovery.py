@@ -202,9 +202,9 @@ def test_after_a_forward_that_is_refused_another_thread_may_run_the_model(tmp_pa
     with pytest.raises(offload.UsageError, match=r"torch\.autograd\.grad instead"):
         torch.func.grad(lambda factor: factor * job.loss(engine, 0, 0).detach())(torch.ones(()))
     losses: list[float] = []
-    other = threading.Thread(target=lambda: losses.append(train_step(engine, job, 0)))
-    other.start()
-    other.join(60)
+    thread = threading.Thread(target=lambda: losses.append(train_step(engine, job, 0)))
+    thread.start()
+    thread.join(60)
     engine.destroy(remove=True)
     assert losses == run(job._replace(steps=1), DISK, tmp_path / "plain").losses
 

@@ -150,7 +150,7 @@ def strike(seed: int, folder: Path, faults: tuple[str, ...] = IN_CALLS + IN_MEMO
         engine = start(JOB, placement, folder / f"{seed}", audit="random", durability="step")
         block: Any = engine.module.get_submodule(f"blocks.{number}")
         block.element, block.bit = element, bit
-        seen, found, losses = testing.inspect(engine), "", list[float]()
+        seen, notice, losses = testing.inspect(engine), "", list[float]()
         unit = next(unit for unit, layout in enumerate(seen.layouts) if layout.name == f"blocks.{number}")
         promised = next(
             step for step in range(moment, STEPS) if (drawn := choose(0, step + 1, BLOCKS, 1)) and drawn.block == number
@@ -186,55 +186,55 @@ def strike(seed: int, folder: Path, faults: tuple[str, ...] = IN_CALLS + IN_MEMO
                 losses.append(train(step))
             except AuditError as error:
                 assert f"step {step + 1}: " in str(error) and f"blocks.{number}" in str(error), (words, error)
-                found = "the audit" if step == promised else "a later audit"
+                notice = "the audit" if step == promised else "a later audit"
                 block.fault = ""
                 engine.zero_grad()
                 losses.append(train(step))
             except NumericsError:
-                found = "the norm"  # a high bit of an exponent: the step was not applied
+                notice = "the norm"  # a high bit of an exponent: the step was not applied
                 break
             except (IoError, EngineFailed) as error:
                 assert "the bytes are damaged" in str(error)
-                found = "the compare of reads"
+                notice = "the compare of reads"
                 break
             if where in (*IN_MEMORY, WAITING):
-                assert found or step < promised, f"{words}: not found in step {promised + 1}"
-            if (found and step > moment) or (where in ON_DRIVES and step == moment + 2):
+                assert notice or step < promised, f"{words}: not found in step {promised + 1}"
+            if (notice and step > moment) or (where in ON_DRIVES and step == moment + 2):
                 break
         changed = losses != calm()[: len(losses)]
         if where not in ON_DRIVES:
             # A low bit may round away in the steps that are audited, and in no other one.
             rounds = where in ("saved activation", "gradient") and bit < 8
-            assert found or not changed or rounds, f"{words}: never found, and audited in step {promised + 1}"
+            assert notice or not changed or rounds, f"{words}: never found, and audited in step {promised + 1}"
             # Steps before the audit were made with flipped bits: the audit finds the fault, and cannot undo them.
-            if promised == moment and found == "the audit":
+            if promised == moment and notice == "the audit":
                 assert not changed, f"{words}: the step that was made again has other bits"
         elif where == "read":
-            assert not changed and not found, f"{words}: {found}"
-            found = "read again"
+            assert not changed and not notice, f"{words}: {notice}"
+            notice = "read again"
         else:
-            assert found == "the compare of reads" and not changed, f"{words}: {found}"
+            assert notice == "the compare of reads" and not changed, f"{words}: {notice}"
         testing.abandon(engine, remove=True)
-        return where, found or "changed nothing"
+        return where, notice or "changed nothing"
 
 
 def test_flips_are_found_where_that_is_promised(tmp_path: Path) -> None:
-    found = Counter(strike(seed, tmp_path) for seed in range(7))
-    assert found.total() == 7
+    counts = Counter(strike(seed, tmp_path) for seed in range(7))
+    assert counts.total() == 7
 
 
 @pytest.mark.slow
 def test_twenty_five_flips_of_gradients_that_wait(tmp_path: Path) -> None:
     """`-s` prints what found how many."""
-    found = Counter(strike(seed, tmp_path, (WAITING,)) for seed in range(25))
-    print("\n".join(f"{count:4} {where}: {by}" for (where, by), count in sorted(found.items())))
-    assert found.total() == 25
+    counts = Counter(strike(seed, tmp_path, (WAITING,)) for seed in range(25))
+    print("\n".join(f"{count:4} {where}: {by}" for (where, by), count in sorted(counts.items())))
+    assert counts.total() == 25
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("part", range(4))
 def test_two_hundred_flips(part: int, tmp_path: Path) -> None:
     """`-s` prints what found how many."""
-    found = Counter(strike(100 + 50 * part + seed, tmp_path) for seed in range(50))
-    print("\n".join(f"{count:4} {where}: {by}" for (where, by), count in sorted(found.items())))
-    assert found.total() == 50
+    counts = Counter(strike(100 + 50 * part + seed, tmp_path) for seed in range(50))
+    print("\n".join(f"{count:4} {where}: {by}" for (where, by), count in sorted(counts.items())))
+    assert counts.total() == 50

@@ -119,9 +119,9 @@ class Deferred:
         self._begun = self._arrived = 0
 
     def is_deferred(self, frame: FrameType | None) -> bool:
-        found = self._asked(frame)
-        self._begun += found
-        return found
+        is_asked = self._asked(frame)
+        self._begun += is_asked
+        return is_asked
 
     def signal_again(self, number: int) -> None:
         self._again(number)
@@ -192,7 +192,7 @@ def _interrupted(
         with contextlib.suppress(EngineFailed):
             _run(interrupt, lambda: [train_step(engine, job, step) for step in (1, 2)])
         engine.zero_grad()
-        found = _steps(engine, job, engine.global_steps)
+        losses = _steps(engine, job, engine.global_steps)
         stopped = False
     except EngineFailed:
         stopped = True
@@ -201,17 +201,17 @@ def _interrupted(
     if stopped:
         engine = start(job, ("nvme", "nvme"), folder, resume="must")
         engine.zero_grad()  # the first call, which restores the generators: the loss seeds them itself
-        found = _steps(engine, job, engine.global_steps)
+        losses = _steps(engine, job, engine.global_steps)
         engine.destroy()
-    wrong = {step: value for step, value in found.items() if value != expected[step]}
+    wrong = {step: value for step, value in losses.items() if value != expected[step]}
     return f"{interrupt.at} at {interrupt.where}: {'resumed' if stopped else 'went on'} with {wrong}" if wrong else None
 
 
 def _whole(job: Job, folder: Path) -> dict[int, float]:
     engine = start(job, ("nvme", "nvme"), folder)
-    found = _steps(engine, job, 0)
+    losses = _steps(engine, job, 0)
     engine.destroy(remove=True)
-    return found
+    return losses
 
 
 def _try(seed: int, count: int, folder: Path, job: Job = JOB, **options: Any) -> None:
@@ -678,8 +678,8 @@ def handler() -> Iterator[None]:
     signal.signal(signal.SIGINT, signal.default_int_handler)
     yield
     restore_signals(OWNER)
-    for number, each in before.items():
-        signal.signal(number, each)
+    for number, previous in before.items():
+        signal.signal(number, previous)
 
 
 def _signal(number: int = signal.SIGINT) -> None:
@@ -737,12 +737,12 @@ def test_a_handler_that_raises_another_exception_waits_too() -> None:
 
 
 def test_handlers_stay_wrapped_while_one_engine_lives() -> None:
-    other = Owner()
+    owner = Owner()
     defer_signals(OWNER)
-    defer_signals(other)
+    defer_signals(owner)
     restore_signals(OWNER)
     assert signal.getsignal(signal.SIGINT) is not signal.default_int_handler
-    restore_signals(other)
+    restore_signals(owner)
     assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
 
 

@@ -223,8 +223,8 @@ def test_a_buffer_of_two_modules_stays_one(tmp_path: Path) -> None:
     content["data_types"] = {"buffer_dtype": "bf16"}  # moves it, as a GPU does
     for _ in range(2):
         engine = offload.initialize(model=SharedBuffer(), config=content)[0]
-        one, other = (layer.get_buffer("scale") for layer in engine.module.layers)
-        assert one is other and one.dtype == torch.bfloat16
+        left, right = (layer.get_buffer("scale") for layer in engine.module.layers)
+        assert left is right and left.dtype == torch.bfloat16
         engine.backward(engine(torch.ones(2, 8)))
         engine.step()
         engine.destroy()
@@ -321,7 +321,7 @@ def test_forked_workers_copy_nothing_while_updates_run(tmp_path: Path, monkeypat
     gate = threading.Event()
     gate.set()
     use_queue(monkeypatch, lambda: LateQueue(0, 0.0, lambda *_: not gate.wait()))
-    job, results, others = Job(Wide, models.mixture_loss), [], _grown_by_workers()
+    job, results, base = Job(Wide, models.mixture_loss), [], _grown_by_workers()
     for workers in (0, 4):
         engine = start(job, DISK, tmp_path / str(workers), host_memory="256MiB")
         host = engine.host_memory
@@ -334,7 +334,7 @@ def test_forked_workers_copy_nothing_while_updates_run(tmp_path: Path, monkeypat
     assert forked == plain
     # Measured: 71 to 92 MiB, about 55 of them autograd's own gradients. An update reads these while workers are forked,
     # and frees them while the workers still have them. A fork that takes the arena along adds 145 MiB.
-    more = grown - others
+    more = grown - base
     assert more < host // 2, f"{more // MIB} MiB more with an engine, the host arena has {host // MIB}"
 
 

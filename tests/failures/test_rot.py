@@ -96,8 +96,8 @@ def train(run: str, folder: Path, rot: Callable[[Requests], Rot]) -> tuple[list[
     """Trains, and returns the losses up to the end or to an error, the error, and the requests of the first steps."""
     options = dict(RUNS[run])
     job, above = JOBS.get(run, JOB), options.pop("host")
-    for which, times in (("host_memory", above), ("device_memory", 0.0)):
-        options |= budget(job, DISK, which, times, folder, **options)
+    for budget_name, times in (("host_memory", above), ("device_memory", 0.0)):
+        options |= budget(job, DISK, budget_name, times, folder, **options)
     losses, counts = list[float](), Counter[tuple[str, str]]()
     with pytest.MonkeyPatch.context() as patches:
         requests = Requests(patches)
@@ -126,7 +126,7 @@ def calm(run: str) -> tuple[list[float], Counter[tuple[str, str]]]:
     with tempfile.TemporaryDirectory() as folder:
 
         def counted(requests: Requests) -> Rot:
-            return Rot("bit", 0, lambda each: requests.count(each)[2] == 0, Path(folder))
+            return Rot("bit", 0, lambda request: requests.count(request)[2] == 0, Path(folder))
 
         losses, error, requests = train(run, Path(folder), counted)
         assert error is None and len(losses) == STEPS
@@ -154,7 +154,7 @@ def notice(run: str, seed: int, folder: Path) -> tuple[str, ...]:
     faults = list[Rot]()
 
     def rot(requests: Requests) -> Rot:
-        faults.append(Rot(kind, seed, lambda each: requests.count(each) == (operation, name, number), folder))
+        faults.append(Rot(kind, seed, lambda request: requests.count(request) == (operation, name, number), folder))
         return faults[0]
 
     folder.mkdir(parents=True, exist_ok=True)
@@ -179,8 +179,8 @@ def test_rot_under_a_live_run_is_noticed(run: str, seed: int, tmp_path: Path) ->
 @pytest.mark.parametrize("part", range(20))
 def test_rot_at_more_than_five_hundred_moments_is_noticed(part: int, tmp_path: Path) -> None:
     """`-s` prints how many of each kind; nothing reads the bytes of few again, such as those of an input in memory."""
-    found = Counter(
+    counts = Counter(
         notice(run, 100 * part + seed, tmp_path / run / f"{seed}") for seed in range(10, 19) for run in RUNS
     )
-    print("\n".join(f"{count:4} {' '.join(words)}" for words, count in sorted(found.items())))
-    assert sum(count for words, count in found.items() if "noticed" in words) > 20
+    print("\n".join(f"{count:4} {' '.join(words)}" for words, count in sorted(counts.items())))
+    assert sum(count for words, count in counts.items() if "noticed" in words) > 20

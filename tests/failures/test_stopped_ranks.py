@@ -30,7 +30,7 @@ def _error_of(folder: Path, group: MemoryLimit | None) -> str:
     engine = start(JOB, ("nvme", "nvme"), folder)
     (folder / f"process{rank}").write_text(str(os.getpid()))
     train_step(engine, JOB, 0)
-    other = int((folder / f"process{1 - rank}").read_text())
+    process = int((folder / f"process{1 - rank}").read_text())
     with pytest.MonkeyPatch.context() as patch:
 
         def stop(gather: Callable[..., Any], *arguments: Any) -> Any:
@@ -52,7 +52,7 @@ def _error_of(folder: Path, group: MemoryLimit | None) -> str:
             engine.destroy()  # raises nothing more, though a gather of rank 0 is under way
         finally:
             if group is None and rank == 0:
-                os.kill(other, signal.SIGCONT)
+                os.kill(process, signal.SIGCONT)
     assert testing.inspect(engine).device_arena.blocks == [], "device memory is left"
     return str(caught.value)
 

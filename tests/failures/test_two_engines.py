@@ -59,19 +59,19 @@ def test_one_budget_for_both(tmp_path: Path) -> None:
     """The first has all of the budget, states in memory too, until the second needs some of it."""
     alone = run(JOB, ("none", "none"), tmp_path)
     budget = enough_for_all()
-    one = start(JOB, DISK, tmp_path, host_memory=budget, run="one")
-    assert "has room for more" in "\n".join(one.notices)
-    before = one.host_memory
-    losses = [train_step(one, JOB, step) for step in range(2)]
-    other = start(JOB, DISK, tmp_path, host_memory=budget, run="other")
-    assert one.host_memory + other.host_memory <= budget and one.host_memory < before
+    first = start(JOB, DISK, tmp_path, host_memory=budget, run="one")
+    assert "has room for more" in "\n".join(first.notices)
+    before = first.host_memory
+    losses = [train_step(first, JOB, step) for step in range(2)]
+    second = start(JOB, DISK, tmp_path, host_memory=budget, run="other")
+    assert first.host_memory + second.host_memory <= budget and first.host_memory < before
     generator = torch.get_rng_state()
-    others = [train_step(other, JOB, step) for step in range(JOB.steps)]
+    other_losses = [train_step(second, JOB, step) for step in range(JOB.steps)]
     torch.set_rng_state(generator)
-    losses += [train_step(one, JOB, step) for step in range(2, JOB.steps)]
-    for engine in (one, other):
+    losses += [train_step(first, JOB, step) for step in range(2, JOB.steps)]
+    for engine in (first, second):
         engine.destroy(remove=True)
-    assert losses == others == alone.losses
+    assert losses == other_losses == alone.losses
     assert process_memory().needed_bytes == 0
 
 
@@ -80,9 +80,11 @@ def test_the_cache_is_given_between_the_updates_of_a_thread_that_trains(
 ) -> None:
     """A step that begins after the wait for updates is waited for too: its updates use the promoted states."""
     alone, budget = run(JOB, DISK, tmp_path), enough_for_all()
-    one = start(JOB, DISK, tmp_path, host_memory=budget, run="one")
-    losses = [train_step(one, JOB, 0)]
-    thread = threading.Thread(target=lambda: losses.extend(train_step(one, JOB, step) for step in range(1, JOB.steps)))
+    first = start(JOB, DISK, tmp_path, host_memory=budget, run="one")
+    losses = [train_step(first, JOB, 0)]
+    thread = threading.Thread(
+        target=lambda: losses.extend(train_step(first, JOB, step) for step in range(1, JOB.steps))
+    )
     finish, write = UpdateWorker.finish, IoQueue.write
     waits: list[bool] = []
     updating, may_write = threading.Event(), threading.Event()
@@ -107,11 +109,11 @@ def test_the_cache_is_given_between_the_updates_of_a_thread_that_trains(
     testing.replace(monkeypatch, "update.finish", finish_then_train)
     with monkeypatch.context() as late:
         testing.replace(late, "io.write", late_write)
-        other = start(JOB, DISK, tmp_path, host_memory=budget, run="other")
+        second = start(JOB, DISK, tmp_path, host_memory=budget, run="other")
     thread.join()
     assert len(waits) > 1, "the step was not waited for"
-    weights = weights_of(one)
-    for engine in (one, other):
+    weights = weights_of(first)
+    for engine in (first, second):
         engine.destroy(remove=True)
     assert losses == alone.losses
     assert_same_tensors(alone.weights, weights)
@@ -125,24 +127,24 @@ def test_one_queue_and_counts_for_each(tmp_path: Path, monkeypatch: pytest.Monke
         return queues[-1]
 
     testing.replace(monkeypatch, "io.queue", queue)
-    one = start(JOB, DISK, tmp_path, run="one")
-    other = start(JOB, DISK, tmp_path, run="other")
+    first = start(JOB, DISK, tmp_path, run="one")
+    second = start(JOB, DISK, tmp_path, run="other")
     assert len(queues) == 1
-    at_start = other.io_bytes()
-    train_step(one, JOB, 0)
-    assert other.io_bytes() == at_start and one.io_bytes().read > at_start.read
-    one.destroy(remove=True)
-    train_step(other, JOB, 0)
-    other.destroy(remove=True)
+    at_start = second.io_bytes()
+    train_step(first, JOB, 0)
+    assert second.io_bytes() == at_start and first.io_bytes().read > at_start.read
+    first.destroy(remove=True)
+    train_step(second, JOB, 0)
+    second.destroy(remove=True)
 
 
 def test_a_budget_that_others_have_used_up_is_an_error(tmp_path: Path) -> None:
-    one = start(JOB, ("cpu", "cpu"), tmp_path, run="one")
-    need = one.host_memory
+    engine = start(JOB, ("cpu", "cpu"), tmp_path, run="one")
+    need = engine.host_memory
     with pytest.raises(BudgetError, match=r"less [\d.]+ [KM]iB for other engines of this process .destroy.. frees"):
         start(JOB, ("cpu", "cpu"), tmp_path, run="other", host_memory=need, nvme_path=[])
-    train_step(one, JOB, 0)
-    one.destroy()
+    train_step(engine, JOB, 0)
+    engine.destroy()
 
 
 def test_memory_that_an_engine_gave_back_is_used_again(tmp_path: Path) -> None:
@@ -150,32 +152,32 @@ def test_memory_that_an_engine_gave_back_is_used_again(tmp_path: Path) -> None:
     owner = start(JOB, DISK, tmp_path, host_memory=budget, run="keeper")
     mappings = len(process_memory()._mappings)
     for _ in range(2):
-        other = start(JOB, DISK, tmp_path, host_memory=budget, run="other")
+        other_engine = start(JOB, DISK, tmp_path, host_memory=budget, run="other")
         assert len(process_memory()._mappings) == mappings
-        train_step(other, JOB, 0)
-        other.destroy(remove=True)
+        train_step(other_engine, JOB, 0)
+        other_engine.destroy(remove=True)
     owner.destroy(remove=True)
     assert process_memory()._mappings == []
 
 
 def test_a_forked_child_has_a_budget_of_its_own(tmp_path: Path) -> None:
-    one = start(JOB, DISK, tmp_path, run="one")
+    engine = start(JOB, DISK, tmp_path, run="one")
     child = os.fork()
     if child == 0:
         os._exit(0 if process_memory().needed_bytes == 0 else 1)
     assert os.waitpid(child, 0)[1] == 0
-    assert process_memory().needed_bytes == one.host_memory
-    one.destroy(remove=True)
+    assert process_memory().needed_bytes == engine.host_memory
+    engine.destroy(remove=True)
 
 
 def test_a_small_engine_takes_nothing_where_the_budget_has_room(tmp_path: Path) -> None:
     """The first keeps its cache, and its states in memory."""
     budget = enough_for_all()
-    one = start(JOB, DISK, tmp_path, host_memory=2 * budget, run="one")
-    before = one.host_memory
-    other = start(JOB, DISK, tmp_path, host_memory=2 * budget, run="other")
-    assert one.host_memory == before and before + other.host_memory <= 2 * budget
-    for engine in (one, other):
+    first = start(JOB, DISK, tmp_path, host_memory=2 * budget, run="one")
+    before = first.host_memory
+    second = start(JOB, DISK, tmp_path, host_memory=2 * budget, run="other")
+    assert first.host_memory == before and before + second.host_memory <= 2 * budget
+    for engine in (first, second):
         engine.destroy(remove=True)
 
 
@@ -200,8 +202,8 @@ def test_what_is_taken_stays_within_the_budget_whoever_comes_and_goes(tmp_path: 
 def test_ctrl_c_while_a_cache_is_given_harms_no_engine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Only the wait for the updates of the engine that gives can be interrupted."""
     budget = enough_for_all()
-    one = start(JOB, DISK, tmp_path, host_memory=budget, run="one")
-    train_step(one, JOB, 0)
+    first = start(JOB, DISK, tmp_path, host_memory=budget, run="one")
+    train_step(first, JOB, 0)
 
     def interrupted(worker: UpdateWorker, commit: bool = True) -> None:
         raise KeyboardInterrupt
@@ -209,24 +211,24 @@ def test_ctrl_c_while_a_cache_is_given_harms_no_engine(tmp_path: Path, monkeypat
     with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
         testing.replace(patch, "update.finish", interrupted)
         start(JOB, DISK, tmp_path, host_memory=budget, run="other")
-    train_step(one, JOB, 1)
-    other = start(JOB, DISK, tmp_path, host_memory=budget, run="other")
-    train_step(other, JOB, 0)
-    train_step(one, JOB, 2)
-    for engine in (one, other):
+    train_step(first, JOB, 1)
+    second = start(JOB, DISK, tmp_path, host_memory=budget, run="other")
+    train_step(second, JOB, 0)
+    train_step(first, JOB, 2)
+    for engine in (first, second):
         engine.destroy(remove=True)
 
 
 def test_two_threads_do_not_start_within_the_same_room(tmp_path: Path) -> None:
     budget = least_host_memory(JOB, tmp_path) + 1000
-    found: list[object] = []
+    outcomes: list[object] = []
 
     def begin(model: nn.Module, run: str) -> None:
         settings = config(JOB, DISK, tmp_path, host_memory=budget, run=run)
         try:
-            found.append(offload.initialize(model=model, config=settings)[0])
+            outcomes.append(offload.initialize(model=model, config=settings)[0])
         except BudgetError as error:
-            found.append(error)
+            outcomes.append(error)
 
     # Made before: transformers replaces functions of torch.nn.init meanwhile, and two threads leave them replaced.
     models_of = {name: JOB.model() for name in ("one", "other")}
@@ -235,8 +237,8 @@ def test_two_threads_do_not_start_within_the_same_room(tmp_path: Path) -> None:
         thread.start()
     for thread in threads:
         thread.join()
-    engines = [each for each in found if isinstance(each, offload.Engine)]
-    assert len(engines) == 1 and len(found) == 2
+    engines = [each for each in outcomes if isinstance(each, offload.Engine)]
+    assert len(engines) == 1 and len(outcomes) == 2
     engines[0].destroy(remove=True)
 
 
@@ -364,20 +366,20 @@ def test_as_pytorch_and_resumed(name: str, tmp_path: Path) -> None:
         )
 
     first = begin(jobs, tmp_path / "parts")
-    found = [step(first, number) for number in range(3)]
+    beginning = [step(first, number) for number in range(3)]
     for number, engine in enumerate(first):
         engine.save_checkpoint(tmp_path / "saved" / str(number))
     end(first, remove=False)
 
     resumed = begin(jobs, tmp_path / "parts", resume="auto")  # the swap files
-    assert found + [step(resumed, number) for number in range(3, STEPS)] == losses
+    assert beginning + [step(resumed, number) for number in range(3, STEPS)] == losses
     for mine, theirs in zip(end(resumed), weights, strict=True):
         assert_same_tensors(mine, theirs)
 
     loaded = begin(jobs, tmp_path / "loaded")  # the checkpoints
     for number, engine in enumerate(loaded):
         engine.load_checkpoint(tmp_path / "saved" / str(number))
-    assert found + [step(loaded, number) for number in range(3, STEPS)] == losses
+    assert beginning + [step(loaded, number) for number in range(3, STEPS)] == losses
     for mine, theirs in zip(end(loaded), weights, strict=True):
         assert_same_tensors(mine, theirs)
 
@@ -407,5 +409,5 @@ def test_an_inference_engine_has_no_states(tmp_path: Path) -> None:
         rounding_bounds.same_losses([float(loss)], [float(POLICY.loss(trained, 0, 0))], POLICY)
     with pytest.raises(UsageError, match="does not depend on any trainable parameter"):
         engine.backward(POLICY.loss(engine, 0, 0))
-    for each in (engine, trained):
-        each.destroy(remove=True)
+    for ended in (engine, trained):
+        ended.destroy(remove=True)

@@ -58,9 +58,9 @@ def test_two_threads_that_write_one_file_write_it_one_after_the_other(
 
     def late(descriptor: int) -> None:
         monkeypatch.setattr(os, "fsync", sync)
-        other = threading.Thread(target=atomic_write, args=(path, "other"))
-        other.start()
-        other.join()
+        thread = threading.Thread(target=atomic_write, args=(path, "other"))
+        thread.start()
+        thread.join()
         assert path.read_text() == "other"
         sync(descriptor)
 

@@ -28,8 +28,8 @@ from tests.support.processes.users import Users, needs_two_users, two_users
 
 @pytest.fixture
 def users() -> Iterator[Users]:
-    with two_users() as found:
-        yield found
+    with two_users() as two:
+        yield two
 
 
 def test_the_users_own_folder_may_be_a_link_and_what_is_below_it_may_not(tmp_path: Path) -> None:
@@ -103,33 +103,33 @@ def test_a_folder_that_others_may_write_is_closed_to_them_by_its_owner(tmp_path:
 def test_a_file_of_another_user_is_read_and_not_trusted(users: Users) -> None:
     """Somebody's checkpoint may be read. What is written, or executed, must be this user's."""
     folder = users.shared / "theirs"
-    users.run(users.other, lambda: (folder.mkdir(), (folder / "file").write_text("theirs")))
+    users.run(users.stranger, lambda: (folder.mkdir(), (folder / "file").write_text("theirs")))
     (users.shared / "roots").mkdir()
     (users.shared / "roots" / "file").write_text("root's")
 
     def look() -> None:
         assert read_inner(folder / "file", 2, 100) == b"theirs"
-        with pytest.raises(StoreError, match=rf"theirs is of uid {users.other}, who could change it at any time"):
+        with pytest.raises(StoreError, match=rf"theirs is of uid {users.stranger}, who could change it at any time"):
             open_inner(folder / "file", 2, ours=True)
         os.close(open_inner(users.shared / "roots" / "file", 2, ours=True))
 
-    users.run(users.this, look)
+    users.run(users.owner, look)
 
 
 @needs_two_users
 def test_a_hard_link_to_a_file_of_this_user_is_not_read_as_one_of_another(users: Users) -> None:
-    secret = users.home(users.this) / "secret"
+    secret = users.home(users.owner) / "secret"
     secret.write_text("secret")
-    os.chown(secret, users.this, users.this)
+    os.chown(secret, users.owner, users.owner)
     folder = users.shared / "theirs"
-    users.run(users.other, folder.mkdir)
+    users.run(users.stranger, folder.mkdir)
     os.link(secret, folder / "manifest.json")  # by root: the system may forbid it to others
 
     def look() -> None:
-        with pytest.raises(OSError, match=rf"the file is of uid {users.this}, in a folder of uid {users.other}"):
+        with pytest.raises(OSError, match=rf"the file is of uid {users.owner}, in a folder of uid {users.stranger}"):
             read_inner(folder / "manifest.json", 1, 100)
 
-    users.run(users.this, look)
+    users.run(users.owner, look)
 
 
 @needs_two_users
@@ -141,8 +141,8 @@ def test_a_cache_of_another_user_is_neither_read_nor_written(users: Users) -> No
     def theirs() -> None:
         os.umask(0)
         write_cache(path, "theirs")
-        for each in (path, path.parent, path.parent.parent):
-            each.chmod(0o777)
+        for folder in (path, path.parent, path.parent.parent):
+            folder.chmod(0o777)
 
     def ours() -> None:
         with pytest.raises(OSError, match="who could change it at any time"):
@@ -153,10 +153,10 @@ def test_a_cache_of_another_user_is_neither_read_nor_written(users: Users) -> No
             assert path.read_text() == "theirs"
 
     try:
-        users.run(users.other, theirs)
-        users.run(users.this, ours)
+        users.run(users.stranger, theirs)
+        users.run(users.owner, ours)
         (users.shared / "offload").rename(users.shared / "away")
-        users.run(users.this, lambda: write_cache(path, "ours"))
-        users.run(users.this, lambda: None if read_cache(path) == "ours" else pytest.fail("another text"))
+        users.run(users.owner, lambda: write_cache(path, "ours"))
+        users.run(users.owner, lambda: None if read_cache(path) == "ours" else pytest.fail("another text"))
     finally:
         del os.environ["XDG_CACHE_HOME"]

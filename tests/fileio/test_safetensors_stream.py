@@ -36,9 +36,9 @@ def test_safetensors_reads_what_was_written_in_chunks(tmp_path: Path) -> None:
         file.write("w", 0, data[:60])
         for name in ("b", "n", "none"):
             file.write_tensor(name, values[name])
-    found = safetensors.torch.load_file(path)
-    assert list(found) == sorted(found) or set(found) == set(values)
-    assert_same_tensors(found, values)
+    tensors = safetensors.torch.load_file(path)
+    assert list(tensors) == sorted(tensors) or set(tensors) == set(values)
+    assert_same_tensors(tensors, values)
     with safetensors.safe_open(path, "pt") as opened:
         assert opened.metadata() == {"format": "pt"}
     places, metadata = read_header(path)
@@ -106,8 +106,8 @@ def test_shards_hold_all_in_order_and_keep_the_size(sizes: list[int], most: int)
     kinds = {str(i): Tensor(torch.uint8, (size,)) for i, size in enumerate(sizes)}
     shards = shard(kinds, most)
     assert [name for each in shards for name in each] == list(kinds)
-    for each in shards:
-        assert sum(tensor.nbytes for tensor in each.values()) <= most or len(each) == 1
+    for header in shards:
+        assert sum(tensor.nbytes for tensor in header.values()) <= most or len(header) == 1
 
 
 @given(st.integers(1, 4), st.lists(st.tuples(st.integers(0, 70), st.booleans()), min_size=1, max_size=6), st.data())
@@ -133,11 +133,11 @@ def test_chunks_make_up_a_parameter(world_size: int, sizes: list[tuple[int, bool
     for segment in segments:
         start = data.draw(st.integers(0, segment.numel))
         stop = data.draw(st.integers(start, segment.numel))
-        found = list(segment_shards(layout, world_size, segment, start, stop))
-        values = [partitions[p.rank][p.start : p.start + p.numel] for p in found]
+        pieces = list(segment_shards(layout, world_size, segment, start, stop))
+        values = [partitions[p.rank][p.start : p.start + p.numel] for p in pieces]
         whole = torch.cat(values) if values else flat[:0]
         assert torch.equal(whole, flat[segment.start + start : segment.start + stop])
-        assert [p.position for p in found] == [start + sum(q.numel for q in found[:i]) for i in range(len(found))]
+        assert [p.position for p in pieces] == [start + sum(q.numel for q in pieces[:i]) for i in range(len(pieces))]
 
 
 def write_header(path: Path, header: str, nbytes: int = 16) -> Path:

@@ -461,20 +461,20 @@ CONTENT: dict[str, Any] = {
 
 def test_tensors_are_those_that_torch_reads(tmp_path: Path) -> None:
     torch.save(CONTENT, tmp_path / "file.pt")
-    found = read_torch_file(tmp_path / "file.pt")
+    tensors = read_torch_file(tmp_path / "file.pt")
     for name, tensor in CONTENT.items():
-        stored = found[name]
+        stored = tensors[name]
         assert isinstance(stored, StoredTensor) and stored.shape == tensor.shape and stored.dtype is tensor.dtype
         assert torch.equal(stored.read(), tensor), name
         assert stored.contiguous is tensor.is_contiguous(), name
-    assert found["view"].offset == found["view"].storage.offset + 12
+    assert tensors["view"].offset == tensors["view"].storage.offset + 12
 
 
 def test_plain_values_are_themselves_and_other_objects_are_records(tmp_path: Path) -> None:
     plain = {"a": [1, 2.5, None, True], ("t",): {"set"}, "o": OrderedDict(x=1), "size": torch.Size([2, 3])}
     torch.save([plain, nn.Linear(2, 2), torch.float32], tmp_path / "file.pt")
-    found, module, dtype = read_torch_file(tmp_path / "file.pt")
-    assert found == {**plain, "size": (2, 3)}
+    tensors, module, dtype = read_torch_file(tmp_path / "file.pt")
+    assert tensors == {**plain, "size": (2, 3)}
     assert isinstance(module, Record) and module.name == "torch.nn.modules.linear.Linear"
     assert module.state["in_features"] == 2 and dtype == Global("torch.float32")
 
@@ -494,8 +494,8 @@ class Calls:
 )
 def test_a_call_is_a_record(function: Any, tmp_path: Path) -> None:
     torch.save({"x": Calls(function, "no", "arguments")}, tmp_path / "file.pt")
-    found = read_torch_file(tmp_path / "file.pt")["x"]
-    assert isinstance(found, Record) and found.args == ("no", "arguments")
+    tensors = read_torch_file(tmp_path / "file.pt")["x"]
+    assert isinstance(tensors, Record) and tensors.args == ("no", "arguments")
 
 
 def test_what_a_pickle_does_to_a_class_ends_with_its_file(tmp_path: Path) -> None:
@@ -543,19 +543,19 @@ def test_a_file_written_in_chunks_is_what_torch_reads(tmp_path: Path) -> None:
     for start, stop in ((0, 300), (300, 999), (999, 1000)):
         writer.write(memoryview(values[start:stop].numpy()).cast("B"))
     writer.close()
-    for found in (torch.load(tmp_path / "file.pt", weights_only=True), read_torch_file(tmp_path / "file.pt")):
-        tensor = found["param"]
+    for content in (torch.load(tmp_path / "file.pt", weights_only=True), read_torch_file(tmp_path / "file.pt")):
+        tensor = content["param"]
         assert torch.equal(tensor.read() if isinstance(tensor, StoredTensor) else tensor, values.view(10, 100))
-        assert found["more"] == ["x"]
+        assert content["more"] == ["x"]
 
 
 def test_a_file_of_tensors_in_memory_is_what_torch_reads(tmp_path: Path) -> None:
     plain = {name: tensor for name, tensor in CONTENT.items() if name not in ("parameter", "attributes")}
     write_torch_file(tmp_path / "file.pt", {**plain, "size": torch.Size([2, 3])})
-    found = torch.load(tmp_path / "file.pt", weights_only=True)
-    assert found["size"] == torch.Size([2, 3])
+    content = torch.load(tmp_path / "file.pt", weights_only=True)
+    assert content["size"] == torch.Size([2, 3])
     for name, tensor in plain.items():
-        assert torch.equal(found[name], tensor) and found[name].dtype is tensor.dtype, name
+        assert torch.equal(content[name], tensor) and content[name].dtype is tensor.dtype, name
 
 
 def write_pickle(path: Path, program: bytes) -> Path:
@@ -606,10 +606,10 @@ def test_a_number_of_the_memo_takes_no_memory(tmp_path: Path) -> None:
 
 def test_a_tensor_of_more_elements_than_its_storage_is_not_read(tmp_path: Path) -> None:
     torch.save({"a": torch.ones(1).expand(2**40), "b": torch.ones(2)}, tmp_path / "file.pt")
-    found = read_torch_file(tmp_path / "file.pt")
-    assert not found["a"].contiguous and torch.equal(found["b"].read(), torch.ones(2))
+    tensors = read_torch_file(tmp_path / "file.pt")
+    assert not tensors["a"].contiguous and torch.equal(tensors["b"].read(), torch.ones(2))
     with pytest.raises(StoreError, match=r"a tensor of shape \[1099511627776\] over 4 bytes, which is not read"):
-        found["a"].read()
+        tensors["a"].read()
 
 
 def test_records_that_share_bytes_are_refused(tmp_path: Path) -> None:

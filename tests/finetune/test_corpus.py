@@ -113,9 +113,9 @@ def test_each_token_lies_in_one_row(texts: list[int], whole: list[int], length: 
     for document in made[len(texts) :]:
         document.ids[:] += 100_000
     packed = pack(made, length)
-    found = Counter(packed.ids.ravel().tolist())
+    counts = Counter(packed.ids.ravel().tolist())
     for document in made[len(texts) :]:
-        assert all(found[token] == 1 for token in document.ids[:length].tolist())
+        assert all(counts[token] == 1 for token in document.ids[:length].tolist())
         ((row, start),) = np.argwhere(packed.ids == document.ids[0])
         taken = document.ids[:length]
         assert (packed.ids[row, start : start + len(taken)] == taken).all(), "a chat lies in one row"
@@ -187,19 +187,19 @@ def test_documents_of_a_row_do_not_see_each_other(family: str) -> None:
     torch.manual_seed(0)
     model = transformers.AutoModelForCausalLM.from_config(config).eval()
     assert model.config.model_type == family and without_cache(model) == {"use_cache": False}
-    one, other, second = (torch.randint(3, 128, (1, 10), generator=torch.Generator().manual_seed(n)) for n in range(3))
+    left, right, second = (torch.randint(3, 128, (1, 10), generator=torch.Generator().manual_seed(n)) for n in range(3))
     places = torch.arange(10).repeat(2)[None]
     with torch.no_grad():
-        found = [
+        outputs = [
             model(torch.cat([first, second], 1), position_ids=places, use_cache=False).logits[:, 10:]
-            for first in (one, other)
+            for first in (left, right)
         ]
         alone = model(second, use_cache=False).logits
     if family in WITH_EXPERTS:  # other documents share an expert's product, whose order of additions its size decides
-        rounding_bounds.same_tensor(*found, rounding_bounds.sum_error(rounding_bounds.roundings(model)))
+        rounding_bounds.same_tensor(*outputs, rounding_bounds.sum_error(rounding_bounds.roundings(model)))
     else:
-        assert torch.equal(*found)
-    rounding_bounds.same_tensor(found[0], alone, rounding_bounds.sum_error(rounding_bounds.roundings(model)))
+        assert torch.equal(*outputs)
+    rounding_bounds.same_tensor(outputs[0], alone, rounding_bounds.sum_error(rounding_bounds.roundings(model)))
 
 
 def test_where_they_would_each_has_a_row_of_its_own() -> None:
@@ -228,8 +228,8 @@ def rows_of(sizes: Sequence[int] = (8,) * 10, size: int = 2, **options: Any) -> 
 
 
 def first_tokens(rows: Rows, step: int, micro: int) -> list[int]:
-    found: list[int] = rows.inputs(step, micro)["input_ids"][:, 0].tolist()
-    return found
+    tokens: list[int] = rows.inputs(step, micro)["input_ids"][:, 0].tolist()
+    return tokens
 
 
 def test_a_batch_depends_on_nothing_else() -> None:
@@ -296,8 +296,8 @@ def test_rows_of_sharegpt_and_alpaca_are_messages(tmp_path: Path) -> None:
     asked = {"role": "user", "content": "add\n\n1, 2"}
     assert second == Chat(f"{lines}:2", [asked, {"role": "assistant", "content": "3"}])
     assert third == Chat(f"{lines}:3", [user])
-    found = [*read_records([whole])]
-    assert len(found) == 60_000 and found[-1] == third._replace(place=f"{whole}: item 60000")
+    records = [*read_records([whole])]
+    assert len(records) == 60_000 and records[-1] == third._replace(place=f"{whole}: item 60000")
 
 
 @pytest.mark.parametrize(
@@ -325,8 +325,8 @@ def test_a_data_set_of_the_hub_has_rows_as_a_file_has_them(tmp_path: Path, monke
     for split, count in (("train", 3), ("test", 2)):
         rows = [{"messages": turns, "id": number} for number in range(count)]
         write_lines(tmp_path / f"owner/set/data/{split}.jsonl", rows)
-    found = [*read_records(find_data([Path("owner/set:test")]))]
-    assert found == [Chat(f"owner/set:test: row {number}", turns) for number in (1, 2)]
+    records = [*read_records(find_data([Path("owner/set:test")]))]
+    assert records == [Chat(f"owner/set:test: row {number}", turns) for number in (1, 2)]
     with pytest.raises(ConfigError, match=r"no data set of the hub can be loaded by that name .*no_split"):
         find_data([Path("owner/set:no_split")])
     with pytest.raises(ConfigError, match=r"no data at owner/typo\.jsonl$"):

@@ -97,9 +97,9 @@ def test_texts_in_files_are_the_same(tmp_path: Path, monkeypatch: pytest.MonkeyP
     expected = read()
     assert bytes(expected[0]) == b"\n".join(file.read_bytes() for file in files)
     testing.replace(monkeypatch, "size.tokens_in_memory", 100)
-    found = read()
+    batches = read()
     assert mapped() >= 4, "tokens, and those that are learned, of each"
-    assert all(np.array_equal(a, b) and a.dtype == b.dtype for a, b in zip(found, expected, strict=True))
+    assert all(np.array_equal(a, b) and a.dtype == b.dtype for a, b in zip(batches, expected, strict=True))
 
 
 def test_a_full_disk_is_an_error_and_not_a_signal(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -139,5 +139,5 @@ def test_data_may_be_larger_than_memory(tmp_path: Path, in_files: bool) -> None:
     arguments = (str(tmp_path / "data.jsonl"), str(1 << 20 if in_files else 1 << 40))
     done = warm_process.run(["-c", _LIMITED, *arguments])
     assert done.returncode == 0, done.stderr
-    found = json.loads(done.stdout)
-    assert found > 18_000_000 if in_files else found == "MemoryError"
+    report = json.loads(done.stdout)
+    assert report > 18_000_000 if in_files else report == "MemoryError"

@@ -54,9 +54,9 @@ def train(folder: Path, swap: Path, out: Path) -> None:
         read = engine.io_bytes().read
         loss = engine(input_ids=ids(step), labels=ids(step)).loss
         engine.backward(loss)
-        found = {name: offload.safe_get_full_grad(each).bfloat16() for name, each in named}  # type: ignore[union-attr]
+        gradients = {name: offload.safe_get_full_grad(each).bfloat16() for name, each in named}  # type: ignore[union-attr]
         engine.step()
-        content = {"loss": loss.detach(), "gradients": found, "adapters": before}
+        content = {"loss": loss.detach(), "gradients": gradients, "adapters": before}
         torch.save(content | {"read": engine.io_bytes().read - read}, out / f"{step}.pt")
     engine.destroy(remove=True)
 

@@ -59,9 +59,9 @@ def names(model: nn.Module) -> set[str]:
 @pytest.mark.works(AREA, "matrices of frozen linear layers; nothing that trains, no norm, no embedding", "right")
 def test_matrices_of_frozen_linear_layers_are_stored_so_and_nothing_else() -> None:
     model = models.lora()
-    found = names(model)
-    assert found and all(not model.get_parameter(name).requires_grad for name in found)
-    kinds = {name.removesuffix(".weight").removesuffix(".base_layer").rpartition(".")[2] for name in found}
+    matrices = names(model)
+    assert matrices and all(not model.get_parameter(name).requires_grad for name in matrices)
+    kinds = {name.removesuffix(".weight").removesuffix(".base_layer").rpartition(".")[2] for name in matrices}
     assert kinds == {"q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"}
     assert not names(models.llama()), "all of it trains"
 
@@ -163,8 +163,8 @@ def test_several_micro_batches_in_either_order(tmp_path: Path) -> None:
     job = JOB._replace(accumulation=2, steps=2)
     expected = run(dequantized(job, "nf4"), DISK, tmp_path / "values")
     for schedule in ("layer_major", "micro_batch_major"):
-        found = run(job, DISK, tmp_path / schedule, frozen="nf4", schedule=schedule, activations="cpu")
-        assert_same(expected, found, schedule)
+        result = run(job, DISK, tmp_path / schedule, frozen="nf4", schedule=schedule, activations="cpu")
+        assert_same(expected, result, schedule)
 
 
 @pytest.mark.works(AREA, "a run that is killed and resumed", "right")
@@ -202,10 +202,10 @@ def test_matrices_take_the_bytes_of_their_codes_on_disk(form: str, tmp_path: Pat
     model = models.lora()
     matrices = sum(model.get_parameter(name).numel() for name in names(model))
     plain, _ = stored_and_read(tmp_path / "plain", None)
-    found, _ = stored_and_read(tmp_path / "blocks", form)
+    nbytes, _ = stored_and_read(tmp_path / "blocks", form)
     units = 5
     saved = matrices * (2 - BITS[form] / 8)
-    assert abs(plain - found - saved) <= 4096 * 2 * units, "but for the padding of each unit"
+    assert abs(plain - nbytes - saved) <= 4096 * 2 * units, "but for the padding of each unit"
 
 
 @pytest.mark.slow
@@ -237,8 +237,8 @@ def test_users_see_values(tmp_path: Path) -> None:
     for name in chosen:
         parameter = engine.module.get_parameter(name)
         expected = through_blocks(given[name], "nf4", torch.bfloat16)
-        found = offload.safe_get_full_fp32_param(parameter)
-        assert found is not None and torch.equal(found.cpu(), expected.float())
+        master = offload.safe_get_full_fp32_param(parameter)
+        assert master is not None and torch.equal(master.cpu(), expected.float())
         with offload.gathered(parameter):
             assert torch.equal(parameter.cpu(), expected)
         assert torch.equal(engine.module.state_dict()[name], expected)
@@ -313,13 +313,13 @@ def test_an_export_contains_values(form: str, dtype: str, tmp_path: Path, monkey
         out = tmp_path / f"out{number}"
         result = CliRunner().invoke(app, ["export", str(source), str(out), "--dtype", dtype])
         assert result.exit_code == 0, result.output
-        found = frozen_of(out)
-        assert found
-        for name, value in found.items():
+        values = frozen_of(out)
+        assert values
+        for name, value in values.items():
             assert torch.equal(value, expected[name].to(DTYPES[dtype])), name
     saved = torch.load(next((tmp_path / "saved").glob("*.bin"))) if list((tmp_path / "saved").glob("*.bin")) else {}
     saved |= frozen_of(tmp_path / "saved")
-    assert all(torch.equal(saved[name], expected[name]) for name in found)
+    assert all(torch.equal(saved[name], expected[name]) for name in values)
 
 
 @pytest.mark.usefixtures("engines_end")
@@ -368,12 +368,12 @@ def test_a_model_that_is_initialized_unit_by_unit_has_the_same_blocks(tmp_path: 
         model = made()
     model.model.layers.requires_grad_(False)
     engine = offload.initialize(model=model, config=config(JOB, DISK, tmp_path / "blocks", frozen="int8")).engine
-    found = weights_of(engine)
+    weights = weights_of(engine)
     engine.destroy(remove=True)
-    changed = {name for name in values if not torch.equal(values[name], found[name])}
+    changed = {name for name in values if not torch.equal(values[name], weights[name])}
     assert changed == {name for name in values if "_proj" in name}
     for name in changed:  # the blocks are of the fp32 values, of which the plain run keeps bf16
-        assert (values[name].float() - found[name].float()).abs().max() <= values[name].float().abs().max() / 100
+        assert (values[name].float() - weights[name].float()).abs().max() <= values[name].float().abs().max() / 100
 
 
 # -- checkpoints --------------------------------------------------------------------------------------
@@ -388,11 +388,13 @@ def test_a_checkpoint_is_loaded_into_a_run_of_the_same_form(form: str, tmp_path:
     engine.save_checkpoint(tmp_path / "checkpoint")
     expected = weights_of(engine)
     engine.destroy(remove=True)
-    other = start(JOB._replace(seed=5), DISK, tmp_path / "two", frozen=form)
-    assert any(not torch.equal(value, expected[name]) for name, value in weights_of(other).items() if "k_proj" in name)
-    other.load_checkpoint(tmp_path / "checkpoint")
-    assert_same_tensors(expected, weights_of(other))
-    other.destroy(remove=True)
+    other_engine = start(JOB._replace(seed=5), DISK, tmp_path / "two", frozen=form)
+    assert any(
+        not torch.equal(value, expected[name]) for name, value in weights_of(other_engine).items() if "k_proj" in name
+    )
+    other_engine.load_checkpoint(tmp_path / "checkpoint")
+    assert_same_tensors(expected, weights_of(other_engine))
+    other_engine.destroy(remove=True)
 
 
 @pytest.mark.usefixtures("engines_end")
@@ -402,15 +404,15 @@ def test_weights_of_a_checkpoint_in_another_dtype_of_16_bits(tmp_path: Path) -> 
     engine.destroy(remove=True)
     job = JOB._replace(dtype="fp16")
     expected = weights_of_frozen(start(dequantized(job, "nf4"), DISK, tmp_path / "values"))
-    other = start(job._replace(seed=5), DISK, tmp_path / "two", frozen="nf4")
-    other.load_checkpoint(tmp_path / "checkpoint", load_module_only=True)
-    assert_same_tensors(expected, weights_of_frozen(other))
+    other_engine = start(job._replace(seed=5), DISK, tmp_path / "two", frozen="nf4")
+    other_engine.load_checkpoint(tmp_path / "checkpoint", load_module_only=True)
+    assert_same_tensors(expected, weights_of_frozen(other_engine))
 
 
 def weights_of_frozen(engine: offload.Engine) -> dict[str, torch.Tensor]:
-    found = {name: value for name, value in weights_of(engine).items() if "_proj" in name and "lora_" not in name}
+    weights = {name: value for name, value in weights_of(engine).items() if "_proj" in name and "lora_" not in name}
     engine.destroy(remove=True)
-    return found
+    return weights
 
 
 @pytest.mark.usefixtures("engines_end")
@@ -423,12 +425,12 @@ def test_a_checkpoint_of_another_form_is_refused_before_anything_changes(
     engine = trained_files(tmp_path / "one", frozen=saved)
     engine.save_checkpoint(tmp_path / "checkpoint")
     engine.destroy(remove=True)
-    other = start(JOB._replace(seed=5), DISK, tmp_path / "two", frozen=here)
-    before = weights_of(other)
+    other_engine = start(JOB._replace(seed=5), DISK, tmp_path / "two", frozen=here)
+    before = weights_of(other_engine)
     with pytest.raises(StoreError, match='train with the "frozen" and the dtype of the checkpoint'):
-        other.load_checkpoint(tmp_path / "checkpoint")
-    assert_same_tensors(before, weights_of(other))
-    other.destroy(remove=True)
+        other_engine.load_checkpoint(tmp_path / "checkpoint")
+    assert_same_tensors(before, weights_of(other_engine))
+    other_engine.destroy(remove=True)
 
 
 @pytest.mark.usefixtures("engines_end")
@@ -437,10 +439,10 @@ def test_a_checkpoint_without_frozen_weights_is_of_no_form(tmp_path: Path) -> No
     engine.save_checkpoint(tmp_path / "checkpoint", exclude_frozen_parameters=True)
     expected = {name: value for name, value in weights_of(engine).items() if "lora_" in name}
     engine.destroy(remove=True)
-    other = start(JOB._replace(seed=5), DISK, tmp_path / "two", frozen="int8")
-    other.load_checkpoint(tmp_path / "checkpoint")
-    assert_same_tensors(expected, {name: value for name, value in weights_of(other).items() if "lora_" in name})
-    other.destroy(remove=True)
+    other_engine = start(JOB._replace(seed=5), DISK, tmp_path / "two", frozen="int8")
+    other_engine.load_checkpoint(tmp_path / "checkpoint")
+    assert_same_tensors(expected, {name: value for name, value in weights_of(other_engine).items() if "lora_" in name})
+    other_engine.destroy(remove=True)
 
 
 # -- runs ---------------------------------------------------------------------------------------------
@@ -474,11 +476,11 @@ def _rows(
 @pytest.mark.works(AREA, "two ranks, resumed too", "right")
 def test_two_ranks_divide_the_blocks_and_have_the_bits_of_values(ranks: RankPool, tmp_path: Path) -> None:
     expected = ranks.run(_rows, tmp_path / "values", None, 0, 2)
-    found = ranks.run(_rows, tmp_path / "blocks", "nf4", 0, 1)
+    results = ranks.run(_rows, tmp_path / "blocks", "nf4", 0, 1)
     resumed = ranks.run(_rows, tmp_path / "blocks", "nf4", 1, 2)
     device = ranks.run(_rows, tmp_path / "device", "nf4", 0, 2, ("none", "cpu"))
     for rank, (losses, weights) in enumerate(expected):
-        assert found[rank][0] + resumed[rank][0] == losses == device[rank][0]
+        assert results[rank][0] + resumed[rank][0] == losses == device[rank][0]
         assert_same_tensors(weights, resumed[rank][1])
         assert_same_tensors(weights, device[rank][1])
 
@@ -526,9 +528,9 @@ def test_a_checkpoint_of_two_ranks_is_loaded_by_one_and_exported(ranks: RankPool
     (tag,) = (path for path in (tmp_path / "two" / "checkpoint").iterdir() if path.is_dir())
     assert CliRunner().invoke(app, ["export", str(tag), str(tmp_path / "exported")]).exit_code == 0
     for folder in ("out", "exported"):
-        found = {
+        weights = {
             name: value
             for path in (tmp_path / folder).glob("*.safetensors")
             for name, value in safetensors.torch.load_file(path).items()
         }
-        assert found and all(torch.equal(value, expected[name]) for name, value in found.items())
+        assert weights and all(torch.equal(value, expected[name]) for name, value in weights.items())

@@ -114,8 +114,8 @@ def result(engine: offload.Engine, first: int = 0) -> tuple[list[torch.Tensor], 
     return losses, weights(engine)
 
 
-def assert_equal(one: Any, other: Any) -> None:
-    torch.testing.assert_close(one, other, rtol=0, atol=0)
+def assert_equal(left: Any, right: Any) -> None:
+    torch.testing.assert_close(left, right, rtol=0, atol=0)
 
 
 def in_files(run: Path, rank: int = 0) -> list[dict[str, Any]]:
@@ -129,7 +129,7 @@ def test_frozen_weights_in_files_give_the_bits_of_swap_files_and_of_memory(folde
     before = {path: path.stat().st_mtime_ns for path in folder.iterdir()}
     engine = start(folder, tmp_path / "swap")
     assert any("nothing of them is written" in line for line in engine.notices)
-    found = result(engine)
+    from_files = result(engine)
     frozen = [name for name, each in engine.module.named_parameters() if not each.requires_grad]
     manifest = look(tmp_path / "swap" / "default" / "rank0").manifest
     assert manifest is not None and sum(manifest.spec.frozen) == 0
@@ -139,7 +139,7 @@ def test_frozen_weights_in_files_give_the_bits_of_swap_files_and_of_memory(folde
     for block in ({"frozen_files": False, "run": "copied"}, {"tier": "cpu"}):
         engine = start(folder, tmp_path / "swap", **block)
         assert not any("nothing of them is written" in line for line in engine.notices)
-        assert_equal(found, result(engine))
+        assert_equal(from_files, result(engine))
         engine.destroy()
     assert before == {path: path.stat().st_mtime_ns for path in folder.iterdir()}
 
@@ -166,11 +166,11 @@ def test_a_read_of_frozen_weights_moves_its_bytes_once(resumed: bool, tmp_path: 
 def test_units_in_files_come_in_chunks(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A chunk begins and ends within a page of a file, and is compared too."""
     engine = start(folder, tmp_path / "whole")
-    found = result(engine)
+    from_files = result(engine)
     engine.destroy()
     small_pieces(monkeypatch)
     engine = start(folder, tmp_path / "least", host_memory=least(folder, tmp_path / "least", "host_memory"))
-    assert_equal(found, result(engine))
+    assert_equal(from_files, result(engine))
     engine.destroy()
 
 
@@ -261,8 +261,8 @@ def test_a_resumed_run_goes_on_as_an_unbroken_one_from_a_folder_that_has_moved(f
     engine.destroy()
     moved = folder.rename(tmp_path / "elsewhere")
     engine = start(moved, tmp_path / "swap", durability="step", resume="must")
-    losses, found = result(engine, 1)
-    assert_equal((unbroken[0][1:], unbroken[1]), (losses, found))
+    losses, weights = result(engine, 1)
+    assert_equal((unbroken[0][1:], unbroken[1]), (losses, weights))
     engine.destroy()
     shown = CliRunner().invoke(app, ["inspect", str(tmp_path / "swap" / "default"), "--json"])
     files = json.loads(shown.output)["model_files"]
@@ -374,11 +374,13 @@ def test_damaged_copies_of_frozen_weights_are_mended_from_the_models_files(
     assert count > 1
     asked = CliRunner().invoke(app, ["verify", str(run), "--repair"])
     assert asked.exit_code == 1 and "give it by --model FOLDER" in asked.stdout, "nobody knows the folder"
-    other = tmp_path / "other"
-    transformers.LlamaForCausalLM(llama_config(tie_word_embeddings=False)).to(torch.bfloat16).save_pretrained(other)
-    asked = CliRunner().invoke(app, ["verify", str(run), "--repair", "--model", str(other), "--json"])
+    folder_of_another = tmp_path / "other"
+    transformers.LlamaForCausalLM(llama_config(tie_word_embeddings=False)).to(torch.bfloat16).save_pretrained(
+        folder_of_another
+    )
+    asked = CliRunner().invoke(app, ["verify", str(run), "--repair", "--model", str(folder_of_another), "--json"])
     report = json.loads(asked.stdout)
-    assert asked.exit_code == 1 and f"{other} does not have the damaged frozen weights" in report["next"][0]
+    assert asked.exit_code == 1 and f"{folder_of_another} does not have the damaged frozen weights" in report["next"][0]
     assert not any("--" in line for line in report["next"]), "which has been done"
     count -= report["mended"]  # norms that no training has changed
     mended = CliRunner().invoke(app, ["verify", str(run), "--repair", "--model", str(folder), "--json"])
@@ -387,8 +389,8 @@ def test_damaged_copies_of_frozen_weights_are_mended_from_the_models_files(
     assert {each["mended"] for each in report["ranks"][0]["damages"]} == {"the model's files"}
     damage_frozen(run)
     engine = start(folder, tmp_path / "swap", durability="step", resume="must", **block)
-    losses, found = result(engine, 1)
-    assert_equal((unbroken[0][1:], unbroken[1]), (losses, found))
+    losses, weights = result(engine, 1)
+    assert_equal((unbroken[0][1:], unbroken[1]), (losses, weights))
     engine.destroy()
 
 
@@ -412,9 +414,9 @@ def test_a_file_with_other_places_of_tensors_is_refused(folder: Path, tmp_path: 
     engine = start(folder, tmp_path, durability="step")
     step(engine, 0)
     engine.destroy()
-    other = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.bfloat16)
+    other_model = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.bfloat16)
     shutil.rmtree(folder)
-    other.save_pretrained(folder)
+    other_model.save_pretrained(folder)
     with pytest.raises(StoreError, match="put the file with which the run began back"):
         start(folder, tmp_path, durability="step", resume="must")
 
@@ -433,9 +435,11 @@ def test_a_checkpoint_has_the_frozen_weights_and_loads_only_over_the_same(folder
     assert_equal(expected, weights(engine))
     engine.destroy()
     torch.manual_seed(5)
-    other = tmp_path / "other"
-    transformers.LlamaForCausalLM(llama_config(tie_word_embeddings=False)).to(torch.bfloat16).save_pretrained(other)
-    engine = start(other, tmp_path / "swap", run="other")
+    folder_of_another = tmp_path / "other"
+    transformers.LlamaForCausalLM(llama_config(tie_word_embeddings=False)).to(torch.bfloat16).save_pretrained(
+        folder_of_another
+    )
+    engine = start(folder_of_another, tmp_path / "swap", run="other")
     before = weights(engine)
     with pytest.raises(StoreError, match="other frozen weights than the model's own files"):
         engine.load_checkpoint(tmp_path / "saved")
@@ -463,8 +467,10 @@ def test_an_export_of_adapters_is_loaded_by_peft(folder: Path, tmp_path: Path) -
     assert configs[0] | {"auto_mapping": None} == configs[1] | {"auto_mapping": None}
     base = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.bfloat16)
     loaded = peft.PeftModel.from_pretrained(base, tmp_path / "exported")
-    found = {name: value for name, value in loaded.state_dict().items() if "lora_" in name}
-    assert found and all(torch.equal(value, direct[name.replace(".default.", ".")]) for name, value in found.items())
+    adapters = {name: value for name, value in loaded.state_dict().items() if "lora_" in name}
+    assert adapters and all(
+        torch.equal(value, direct[name.replace(".default.", ".")]) for name, value in adapters.items()
+    )
 
 
 @pytest.mark.parametrize("block", [{}, {"frozen_files": False}, {"tier": "cpu"}], ids=str)
@@ -562,10 +568,10 @@ def test_an_export_of_adapters_over_a_model_without_a_folder_is_no_model_of_tran
     done = CliRunner().invoke(app, ["export", str(tmp_path / "swap" / "default"), str(out)])
     assert done.exit_code == 0 and "under the names of peft's model, and no config" in done.output
     assert [path.name for path in out.iterdir()] == ["model.safetensors"]
-    other = made(1)
-    found = other.load_state_dict(safetensors.torch.load_file(out / "model.safetensors"), strict=False)
-    assert not found.unexpected_keys
-    assert_equal(expected, other.state_dict())
+    model = made(1)
+    missing = model.load_state_dict(safetensors.torch.load_file(out / "model.safetensors"), strict=False)
+    assert not missing.unexpected_keys
+    assert_equal(expected, model.state_dict())
 
 
 def test_a_run_in_part_frozen_is_exported_converted_and_verified(folder: Path, tmp_path: Path) -> None:
@@ -629,8 +635,8 @@ def test_each_of_two_ranks_reads_its_part_and_writes_none(ranks: RankPool, folde
     alone = _as_one_of_two(folder, tmp_path / "alone", 0, STEPS)
     copied = ranks.run(_as_one_of_two, folder, tmp_path / "copied", 0, 1, False)
     begun = ranks.run(_as_one_of_two, folder, tmp_path / "swap", 0, 1)
-    found = ranks.run(_as_one_of_two, folder, tmp_path / "swap", 1, STEPS)
-    for rank, (losses, values, _) in enumerate(found):
+    results = ranks.run(_as_one_of_two, folder, tmp_path / "swap", 1, STEPS)
+    for rank, (losses, values, _) in enumerate(results):
         assert_equal((begun[rank][0] + losses, values), alone[:2])
         assert_equal(begun[rank][:2], copied[rank][:2])
         manifests = [look(tmp_path / name / "default" / f"rank{rank}").manifest for name in ("swap", "copied")]

@@ -57,13 +57,13 @@ def frozen_bytes(rank: Path) -> dict[str, str]:
     """What lies on disk of the frozen part of each unit, as a hash."""
     manifest = look(rank).manifest
     assert manifest is not None
-    found = {}
+    digests = {}
     with (rank / "states").open("rb") as file:
         for unit, row in zip(manifest.spec.fingerprint["units"], manifest.spec.places(), strict=True):
             (shared,) = {place.extents[-1] for place in row[State.WEIGHT]}  # both slots name it
             file.seek(shared.offset)
-            found[unit["name"]] = hashlib.sha256(file.read(shared.nbytes)).hexdigest()
-    return found
+            digests[unit["name"]] = hashlib.sha256(file.read(shared.nbytes)).hexdigest()
+    return digests
 
 
 def by_formula(engine: offload.Engine, slots: int, dtype: str) -> int:
@@ -101,8 +101,8 @@ def test_a_weight_that_has_no_other_state_has_two_slots_if_it_trains(tmp_path: P
     assert store is not None
     for unit, row in enumerate(store.spec.places()):
         own = 4 * trainable[unit]
-        one, other = (place.extents_of(0, own) for place in row[State.WEIGHT])
-        assert not own or one != other
+        left, right = (place.extents_of(0, own) for place in row[State.WEIGHT])
+        assert not own or left != right
     train_step(engine, job, 0)
     engine.destroy(remove=True)
 
@@ -158,9 +158,9 @@ def test_damage_in_them_is_found_by_verify_and_by_who_reads_them(tmp_path: Path)
     while not isinstance(error, IoError):
         error = error.__cause__
     assert error.errno == errno.EBADMSG and f"use weight of {title}, slot " in str(error)
-    found = CliRunner().invoke(app, verify)
-    (damage,) = json.loads(found.stdout)["ranks"][0]["damages"]
-    assert found.exit_code == 1 and (damage["state"], damage["unit"]) == ("weight", title)
+    outcome = CliRunner().invoke(app, verify)
+    (damage,) = json.loads(outcome.stdout)["ranks"][0]["damages"]
+    assert outcome.exit_code == 1 and (damage["state"], damage["unit"]) == ("weight", title)
 
 
 # -- checkpoints and exports --------------------------------------------------------------------------
@@ -168,12 +168,12 @@ def test_damage_in_them_is_found_by_verify_and_by_who_reads_them(tmp_path: Path)
 
 @pytest.mark.slow
 def test_a_checkpoint_with_other_ones_replaces_them(tmp_path: Path) -> None:
-    other = start(OTHER, DISK, tmp_path / "other")
+    other_engine = start(OTHER, DISK, tmp_path / "other")
     for step in range(2):
-        train_step(other, OTHER, step)
-    other.save_checkpoint(tmp_path / "saved")
-    expected, weights = [train_step(other, OTHER, step) for step in (2, 3)], weights_of(other)
-    other.destroy()
+        train_step(other_engine, OTHER, step)
+    other_engine.save_checkpoint(tmp_path / "saved")
+    expected, weights = [train_step(other_engine, OTHER, step) for step in (2, 3)], weights_of(other_engine)
+    other_engine.destroy()
     engine = start(JOB, DISK, tmp_path / "run")
     train_step(engine, JOB, 0)
     engine.load_checkpoint(tmp_path / "saved")
@@ -242,9 +242,9 @@ def test_an_export_of_swap_files_and_one_of_a_checkpoint_are_the_weights(tmp_pat
     store = look(tmp_path / "default" / "rank0")
     assert set(store.commits[0].record.slots) == {0, 1}, "some of the newest slots are B"
     for number, what in enumerate((tmp_path / "default", tmp_path / "saved" / "three")):
-        found = exported(what, tmp_path / f"out{number}")
-        assert found and all(torch.equal(value, weights[name]) for name, value in found.items())
-        assert {name for name in weights if name not in found} <= {"base_model.model.lm_head.weight"}
+        tensors = exported(what, tmp_path / f"out{number}")
+        assert tensors and all(torch.equal(value, weights[name]) for name, value in tensors.items())
+        assert {name for name in weights if name not in tensors} <= {"base_model.model.lm_head.weight"}
 
 
 def _rows(folder: Path, first: int, last: int) -> tuple[list[float], dict[str, torch.Tensor], int, int]:
@@ -268,15 +268,15 @@ def test_each_of_two_ranks_stores_its_shard_once(ranks: RankPool, tmp_path: Path
     unbroken = ranks.run(_rows, tmp_path / "whole", 0, 2)
     ranks.run(_rows, tmp_path / "run", 0, 1)
     before = [frozen_bytes(tmp_path / "run" / "default" / f"rank{rank}") for rank in (0, 1)]
-    found = ranks.run(_rows, tmp_path / "run", 1, 2)
-    for rank, (losses, weights, formula, nbytes) in enumerate(found):
+    results = ranks.run(_rows, tmp_path / "run", 1, 2)
+    for rank, (losses, weights, formula, nbytes) in enumerate(results):
         assert formula == nbytes
         assert losses == unbroken[rank][0][1:]
         assert_same_tensors(unbroken[rank][1], weights)
         assert frozen_bytes(tmp_path / "run" / "default" / f"rank{rank}") == before[rank]
     assert CliRunner().invoke(app, ["verify", str(tmp_path / "run" / "default")]).exit_code == 0
     weights = exported(tmp_path / "run" / "default", tmp_path / "out")
-    assert weights and all(torch.equal(value, found[0][1][name]) for name, value in weights.items())
+    assert weights and all(torch.equal(value, results[0][1][name]) for name, value in weights.items())
 
 
 class Recorded(LateQueue):
@@ -470,8 +470,8 @@ def test_an_adapter_is_saved_as_peft_saves_it(tmp_path: Path) -> None:
     )
     assert_same_tensors(ours, theirs)
     assert len(ours) == 8
-    one, other = (json.loads((tmp_path / name / "adapter_config.json").read_text()) for name in ("out", "theirs"))
-    assert one == other and one["base_model_name_or_path"] == str(tmp_path / "given")
+    left, right = (json.loads((tmp_path / name / "adapter_config.json").read_text()) for name in ("out", "theirs"))
+    assert left == right and left["base_model_name_or_path"] == str(tmp_path / "given")
     assert (tmp_path / "out" / "notes.txt").read_text() == "dear"
     base = CAUSAL.from_pretrained(tmp_path / "given")
     back = peft.PeftModel.from_pretrained(base, tmp_path / "out").eval()

@@ -125,11 +125,11 @@ class InMemory(PlainEngine):
     def gradients(self, loss: torch.Tensor) -> dict[str, torch.Tensor]:
         """Returns the gradients of adapters."""
         loss.backward()
-        found = {}
+        gradients = {}
         for name, parameter in self.module.named_parameters():
             if parameter.grad is not None:
-                found[name], parameter.grad = parameter.grad, None
-        return found
+                gradients[name], parameter.grad = parameter.grad, None
+        return gradients
 
     @torch.no_grad()
     def follow(self, engine: offload.Engine) -> None:
@@ -150,20 +150,20 @@ def values(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder(tmp_path_factory.mktemp("model"))
 
 
-def as_in_memory(this: Job, placement: tuple[str, str], path: Path, steps: int = 3, **options: object) -> None:
+def as_in_memory(case: Job, placement: tuple[str, str], path: Path, steps: int = 3, **options: object) -> None:
     """Asserts that losses and gradients of some steps are those in memory, bit for bit."""
-    engine, memory = start(this, placement, path, **options), InMemory(this)
+    engine, memory = start(case, placement, path, **options), InMemory(case)
     for step in range(steps):
         memory.follow(engine)
-        loss, expected = this.loss(engine, step, 0), this.loss(memory, step, 0)
+        loss, expected = case.loss(engine, step, 0), case.loss(memory, step, 0)
         assert torch.equal(loss, expected)
         engine.backward(loss)
         gradients = memory.gradients(expected)
         assert gradients
         for name, parameter in engine.module.named_parameters():
             if parameter.requires_grad:
-                found = offload.safe_get_full_grad(parameter)
-                assert found is not None and torch.equal(found, gradients[name].float()), name
+                gradient = offload.safe_get_full_grad(parameter)
+                assert gradient is not None and torch.equal(gradient, gradients[name].float()), name
         engine.step()
     engine.destroy(remove=True)
 
@@ -199,25 +199,25 @@ def test_the_least_budgets_have_the_same_bits(
     form: str, values: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     small_pieces(monkeypatch)
-    this = job(values, form)
-    expected = run(this, ("none", "none"), tmp_path / "plenty")
-    least = least_host_memory(this, tmp_path / "least")
-    assert_same(expected, run(this, DISK, tmp_path / "tight", host_memory=least, device_memory=least_device(this)))
+    case = job(values, form)
+    expected = run(case, ("none", "none"), tmp_path / "plenty")
+    least = least_host_memory(case, tmp_path / "least")
+    assert_same(expected, run(case, DISK, tmp_path / "tight", host_memory=least, device_memory=least_device(case)))
 
 
-def least_device(this: Job) -> int:
+def least_device(case: Job) -> int:
     """Bytes of a device that holds the two largest units."""
-    units = layouts_of(model := this.model(), find_units(model), stored=stored_weights(model, None, torch.bfloat16))
+    units = layouts_of(model := case.model(), find_units(model), stored=stored_weights(model, None, torch.bfloat16))
     return 2 * sum(sorted(unit.device_numel * 2 for unit in units)[-2:])
 
 
 @WITH_BITSANDBYTES
 @pytest.mark.works(AREA, "killed and resumed", "right")
 def test_a_killed_run_resumes_with_the_same_bits(values: Path, tmp_path: Path) -> None:
-    this = job(values, "nf4, scales quantized too")._replace(steps=8)
-    expected = run(this, DISK, tmp_path / "unbroken")
-    found = kill_and_resume(this, DISK, tmp_path, 1)
-    assert_same(expected, found)
+    case = job(values, "nf4, scales quantized too")._replace(steps=8)
+    expected = run(case, DISK, tmp_path / "unbroken")
+    result = kill_and_resume(case, DISK, tmp_path, 1)
+    assert_same(expected, result)
 
 
 # -- looks from outside ---------------------------------------------------------------------------------
@@ -226,9 +226,9 @@ def test_a_killed_run_resumes_with_the_same_bits(values: Path, tmp_path: Path) -
 @WITH_BITSANDBYTES
 def test_a_state_dict_and_a_copy_are_those_of_the_model_in_memory(values: Path, tmp_path: Path) -> None:
     for form in ("nf4, scales quantized too", "int8"):
-        this = job(values, form)
-        expected = this.model()
-        engine = start(this, DISK, tmp_path / form)
+        case = job(values, form)
+        expected = case.model()
+        engine = start(case, DISK, tmp_path / form)
         theirs, mine = expected.state_dict(), engine.module.state_dict()
         assert theirs.keys() == mine.keys()
         for name, value in mine.items():
@@ -246,11 +246,11 @@ def test_a_state_dict_and_a_copy_are_those_of_the_model_in_memory(values: Path, 
 
 @WITH_BITSANDBYTES
 def test_adapters_are_saved_and_the_rest_is_refused(values: Path, tmp_path: Path) -> None:
-    this = job(values, "nf4")
-    engine = start(this, DISK, tmp_path / "run")
-    train_step(engine, this, 0)
+    case = job(values, "nf4")
+    engine = start(case, DISK, tmp_path / "run")
+    train_step(engine, case, 0)
     engine.save_pretrained(tmp_path / "adapter")
-    again = peft.PeftModel.from_pretrained(this.model().unload(), tmp_path / "adapter")  # type: ignore[operator]
+    again = peft.PeftModel.from_pretrained(case.model().unload(), tmp_path / "adapter")  # type: ignore[operator]
     theirs = engine.module.state_dict()
     for name, value in again.state_dict().items():
         if "lora_" in name:
@@ -277,12 +277,12 @@ def test_nobody_writes_quantized_weights(values: Path, tmp_path: Path) -> None:
 
 @WITH_BITSANDBYTES
 def test_weights_are_packed_for_the_cpu_again_once_the_engine_has_ended(values: Path, tmp_path: Path) -> None:
-    this = job(values, "nf4")
-    model = this.model()
+    case = job(values, "nf4")
+    model = case.model()
     layers: list[Any] = [layer for layer in model.modules() if hasattr(layer, "support_avx512bf16_for_cpu")]
     for layer in layers:
         layer.support_avx512bf16_for_cpu = True  # as bitsandbytes finds it on a processor with these instructions
-    engine = start(this._replace(model=lambda: model), DISK, tmp_path)
+    engine = start(case._replace(model=lambda: model), DISK, tmp_path)
     assert layers and not any(layer.support_avx512bf16_for_cpu for layer in layers)
     engine.destroy(remove=True)
     assert all(layer.support_avx512bf16_for_cpu for layer in layers)
@@ -308,11 +308,11 @@ def test_a_model_that_is_not_quantized_yet_is_refused(tmp_path: Path) -> None:
 @pytest.mark.sample(1)
 @pytest.mark.parametrize("schedule", ["micro_batch_major", "layer_major"])
 def test_blocks_that_are_computed_again_have_the_same_bits(schedule: str, values: Path, tmp_path: Path) -> None:
-    this = job(values, "nf4, scales quantized too")._replace(accumulation=2)
+    case = job(values, "nf4, scales quantized too")._replace(accumulation=2)
     by = accumulated_step if schedule == "layer_major" else train_step
-    expected = run(this, ("none", "none"), tmp_path / "memory")
-    found = run(this, DISK, tmp_path / "disk", by, activations="cpu", schedule=schedule, device_memory=1 << 20)
-    assert_same(expected, found)
+    expected = run(case, ("none", "none"), tmp_path / "memory")
+    result = run(case, DISK, tmp_path / "disk", by, activations="cpu", schedule=schedule, device_memory=1 << 20)
+    assert_same(expected, result)
 
 
 LORA = "r=4,targets=all-linear"
@@ -356,9 +356,9 @@ def test_a_prediction_counts_the_products_of_the_values_and_the_bytes_of_the_cod
     values = folder(tmp_path)
     plain = from_training(in_values(values), 16, torch.bfloat16, BY_BLOCKS, {})
     model = loaded(values, form, "bf16")
-    found = from_training(model, 16, torch.bfloat16, BY_BLOCKS, {})
-    assert [use.flops for use in found.uses] == [use.flops for use in plain.uses]
-    assert sum(layout.numel for layout in found.layouts) < sum(layout.numel for layout in plain.layouts)
+    shape = from_training(model, 16, torch.bfloat16, BY_BLOCKS, {})
+    assert [use.flops for use in shape.uses] == [use.flops for use in plain.uses]
+    assert sum(layout.numel for layout in shape.layouts) < sum(layout.numel for layout in plain.layouts)
     model(input_ids=torch.arange(8).view(1, 8))  # the model itself is as it was
 
 
@@ -436,15 +436,15 @@ def bits(weights: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
 @pytest.mark.parametrize("form", FILES_FORMS)
 def test_a_quantized_folder_trains_as_the_model_that_transformers_loads(form: str, tmp_path: Path) -> None:
     path = quantized_folder(tmp_path, form)
-    found = []
+    results = []
     for number, make in enumerate((by_transformers, by_load_pretrained, inside_of_init)):
-        this = job(path, form)._replace(model=lambda make=make: make(path))
-        engine = start(this, DISK, tmp_path / str(number))
-        found.append(trained(engine, this))
+        case = job(path, form)._replace(model=lambda make=make: make(path))
+        engine = start(case, DISK, tmp_path / str(number))
+        results.append(trained(engine, case))
         engine.destroy(remove=True)
-    for other in found[1:]:
-        assert other.losses == found[0].losses and other.norms == found[0].norms
-        assert_same_tensors(bits(found[0].weights), bits(other.weights))
+    for result in results[1:]:
+        assert result.losses == results[0].losses and result.norms == results[0].norms
+        assert_same_tensors(bits(results[0].weights), bits(result.weights))
 
 
 @WITH_BITSANDBYTES
@@ -498,15 +498,15 @@ def test_a_module_is_no_place_for_a_quantized_folder(tmp_path: Path) -> None:
 @pytest.mark.sample(1)
 @pytest.mark.parametrize("form", ["nf4, scales quantized too", "int8"])
 def test_a_checkpoint_keeps_the_bytes(form: str, tmp_path: Path) -> None:
-    this = job(folder(tmp_path / "model"), form)
-    first = start(this, DISK, tmp_path / "first")
-    train_step(first, this, 0)
+    case = job(folder(tmp_path / "model"), form)
+    first = start(case, DISK, tmp_path / "first")
+    train_step(first, case, 0)
     first.save_checkpoint(tmp_path / "saved", "tag")
-    expected = [train_step(first, this, step) for step in (1, 2)]
+    expected = [train_step(first, case, step) for step in (1, 2)]
     first.destroy(remove=True)
-    second = start(this, ("cpu", "nvme"), tmp_path / "second")
+    second = start(case, ("cpu", "nvme"), tmp_path / "second")
     second.load_checkpoint(tmp_path / "saved", "tag")
-    assert [train_step(second, this, step) for step in (1, 2)] == expected
+    assert [train_step(second, case, step) for step in (1, 2)] == expected
     second.destroy(remove=True)
 
 
@@ -514,21 +514,21 @@ def test_a_checkpoint_keeps_the_bytes(form: str, tmp_path: Path) -> None:
 @pytest.mark.works(AREA, "a checkpoint or a run, into one that is quantized otherwise", "refused")
 def test_another_form_is_refused_before_anything_changes(tmp_path: Path) -> None:
     values = folder(tmp_path / "model")
-    this, other = job(values, "nf4, scales quantized too"), job(values, "nf4")
-    first = start(this, DISK, tmp_path / "run", durability="step")
-    train_step(first, this, 0)
+    case, other_case = job(values, "nf4, scales quantized too"), job(values, "nf4")
+    first = start(case, DISK, tmp_path / "run", durability="step")
+    train_step(first, case, 0)
     first.save_checkpoint(tmp_path / "saved", "whole")
     first.save_checkpoint(tmp_path / "saved", "adapters", exclude_frozen_parameters=True)
     adapters = {name: value for name, value in weights_of(first).items() if "lora_" in name}
     first.destroy()
     with pytest.raises(StoreError, match="a run of another model, layout or setting"):
-        start(other, DISK, tmp_path / "run", durability="step", resume="auto")
-    second = start(other, DISK, tmp_path / "other")
+        start(other_case, DISK, tmp_path / "run", durability="step", resume="auto")
+    second = start(other_case, DISK, tmp_path / "other")
     with pytest.raises(StoreError, match=r"contains .*q_proj\.base_layer\.weight as Params4bit nf4 of data uint8"):
         second.load_checkpoint(tmp_path / "saved", "whole")
     second.destroy(remove=True)
     second = start(job(values, "fp4"), DISK, tmp_path / "other")
-    first = start(other, DISK, tmp_path / "first")
+    first = start(other_case, DISK, tmp_path / "first")
     first.save_checkpoint(tmp_path / "saved", "of the same bytes")
     first.destroy(remove=True)
     with pytest.raises(StoreError, match=r"as Params4bit nf4 of .*, this engine as Params4bit fp4 of"):
@@ -548,12 +548,12 @@ def _saved_by_ranks(values: Path, path: Path) -> None:
 def test_a_checkpoint_of_two_ranks_is_loaded_by_one(ranks: RankPool, tmp_path: Path) -> None:
     values = folder(tmp_path / "model")
     ranks.run(_saved_by_ranks, values, tmp_path)
-    this = job(values, "nf4, scales quantized too")
-    engine = start(this, DISK, tmp_path / "one")
+    case = job(values, "nf4, scales quantized too")
+    engine = start(case, DISK, tmp_path / "one")
     expected = weights_of(engine)
     engine.load_checkpoint(tmp_path / "saved", "tag")
     assert_same_tensors(expected, weights_of(engine))
-    train_step(engine, this, 0)
+    train_step(engine, case, 0)
     engine.destroy(remove=True)
 
 
@@ -561,14 +561,14 @@ def _rows(
     values: Path, path: Path, form: str, first: int, last: int, tiers: tuple[str, str] = DISK
 ) -> tuple[list[float], dict[str, torch.Tensor]]:
     """Some steps of two ranks: mean losses and weights."""
-    this = job(values, form)._replace(loss=language_rows_loss)
-    engine = rank_pool.start(this, tiers, path, resume="auto", durability="step")
-    return losses_and_weights(engine, this, first, last)
+    case = job(values, form)._replace(loss=language_rows_loss)
+    engine = rank_pool.start(case, tiers, path, resume="auto", durability="step")
+    return losses_and_weights(engine, case, first, last)
 
 
 def _first_loss(values: Path, form: str) -> float:
-    this = job(values, form)._replace(loss=language_rows_loss)
-    return float(this.loss(InMemory(this), 0, 0).detach())
+    case = job(values, form)._replace(loss=language_rows_loss)
+    return float(case.loss(InMemory(case), 0, 0).detach())
 
 
 @WITH_BITSANDBYTES
@@ -578,27 +578,27 @@ def _first_loss(values: Path, form: str) -> float:
 def test_two_ranks_divide_the_bytes(ranks: RankPool, form: str, tmp_path: Path) -> None:
     values = folder(tmp_path / "model")
     expected = ranks.run(_rows, values, tmp_path / "unbroken", form, 0, 3)
-    found = ranks.run(_rows, values, tmp_path / "broken", form, 0, 2)
+    results = ranks.run(_rows, values, tmp_path / "broken", form, 0, 2)
     resumed = ranks.run(_rows, values, tmp_path / "broken", form, 2, 3)
     device = ranks.run(_rows, values, tmp_path / "device", form, 0, 3, ("none", "cpu"))
     first = ranks.run(_first_loss, values, form)
     assert expected[0][0][0] == pytest.approx(sum(first) / 2, rel=1e-6)
     for rank, (losses, weights) in enumerate(expected):
-        assert found[rank][0] + resumed[rank][0] == losses == device[rank][0]
+        assert results[rank][0] + resumed[rank][0] == losses == device[rank][0]
         assert_same_tensors(weights, resumed[rank][1])
         assert_same_tensors(weights, device[rank][1])
 
 
-def _frozen_and_read(this: Job, path: Path, host: int, device: int) -> tuple[int, int, Result]:
+def _frozen_and_read(case: Job, path: Path, host: int, device: int) -> tuple[int, int, Result]:
     """Returns the bytes of frozen weights, those that a step reads, and the whole run."""
-    engine = start(this, DISK, path, host_memory=host, device_memory=device)
+    engine = start(case, DISK, path, host_memory=host, device_memory=device)
     inspected = testing.inspect(engine)
     frozen = 2 * sum(len(behind) for _, behind in inspected.shares)
     assert inspected.queue is not None
     reads, losses = [], []
-    for step in range(this.steps):
+    for step in range(case.steps):
         before = inspected.queue.read_bytes
-        losses.append(train_step(engine, this, step))
+        losses.append(train_step(engine, case, step))
         testing.settle(engine, commit=False)
         reads.append(inspected.queue.read_bytes - before)
     assert inspected.host_arena.nbytes + inspected.device_arena.nbytes < frozen
@@ -619,16 +619,16 @@ def test_codes_that_exceed_both_budgets_train_and_a_step_reads_a_third(
     four = job(values, "nf4, scales quantized too", **one_layer)._replace(steps=2)
     plain = four._replace(model=functools.partial(in_values, values, **one_layer))
     small_pieces(monkeypatch)
-    found = {}
-    for name, this, room in (("four", four, 1 << 20), ("plain", plain, 4 << 20)):
-        host = least_host_memory(this, tmp_path / name, device_memory=room)
-        found[name] = _frozen_and_read(this, tmp_path / name, host, room)
+    results = {}
+    for name, case, room in (("four", four, 1 << 20), ("plain", plain, 4 << 20)):
+        host = least_host_memory(case, tmp_path / name, device_memory=room)
+        results[name] = _frozen_and_read(case, tmp_path / name, host, room)
     expected = run(four, ("none", "none"), tmp_path / "memory")
-    assert found["four"][2].losses == expected.losses
-    assert_same_tensors(expected.weights, found["four"][2].weights)
+    assert results["four"][2].losses == expected.losses
+    assert_same_tensors(expected.weights, results["four"][2].weights)
     # 4 bits, and a byte of scale for each 64 values: 0.516 of 2 bytes; norms, embeddings and states come on top.
-    assert found["plain"][0] / found["four"][0] > 3.4
-    assert found["plain"][1] / found["four"][1] > 3.0
+    assert results["plain"][0] / results["four"][0] > 3.4
+    assert results["plain"][1] / results["four"][1] > 3.0
 
 
 class Halves(torch.Tensor):
@@ -657,7 +657,7 @@ class Halves(torch.Tensor):
     def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func in (torch.ops.aten.detach.default, torch.ops.aten.clone.default):
             return Halves(func(args[0].codes), func(args[0].scale), args[0].dtype)
-        args, kwargs = tree_map(lambda each: each.value() if isinstance(each, Halves) else each, (args, kwargs or {}))
+        args, kwargs = tree_map(lambda leaf: leaf.value() if isinstance(leaf, Halves) else leaf, (args, kwargs or {}))
         return func(*args, **kwargs)
 
 
@@ -689,7 +689,7 @@ class Outer(torch.Tensor):
     def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func in (torch.ops.aten.detach.default, torch.ops.aten.clone.default):
             return Outer(func(args[0].inner))
-        args, kwargs = tree_map(lambda each: each.inner if isinstance(each, Outer) else each, (args, kwargs or {}))
+        args, kwargs = tree_map(lambda leaf: leaf.inner if isinstance(leaf, Outer) else leaf, (args, kwargs or {}))
         return func(*args, **kwargs)
 
 
@@ -769,23 +769,23 @@ KINDS: dict[str, Callable[[nn.Linear], nn.Module]] = {
 
 def loss(model: nn.Module, step: int, micro: int) -> torch.Tensor:
     values = torch.randn(4, 64, generator=torch.Generator().manual_seed(step), dtype=torch.bfloat16)
-    found: torch.Tensor = model(values).float().square().mean()
-    return found
+    loss: torch.Tensor = model(values).float().square().mean()
+    return loss
 
 
 def job_subclasses(quantize: Callable[[nn.Linear], nn.Module]) -> Job:
     return Job(functools.partial(Adapted, quantize), loss, steps=3, dtype="bf16")
 
 
-def as_in_memory_subclasses(this: Job, path: Path) -> None:
+def as_in_memory_subclasses(case: Job, path: Path) -> None:
     """Asserts that the first losses and gradients are those in memory, bit for bit."""
-    engine = start(this, DISK, path)
-    torch.manual_seed(this.seed)
-    memory = this.model()
+    engine = start(case, DISK, path)
+    torch.manual_seed(case.seed)
+    memory = case.model()
     for step in range(2):
-        found, expected = this.loss(engine, step, 0), this.loss(memory, step, 0)
-        assert torch.equal(found, expected)
-        engine.backward(found)
+        loss, expected = case.loss(engine, step, 0), case.loss(memory, step, 0)
+        assert torch.equal(loss, expected)
+        engine.backward(loss)
         expected.backward()
         for name, parameter in engine.module.named_parameters():
             if parameter.requires_grad:
@@ -828,10 +828,10 @@ def test_all_placements_have_the_same_bits_subclasses(kind: str, tmp_path: Path)
 @pytest.mark.sample(2)
 @pytest.mark.parametrize("kind", KINDS)
 def test_state_dicts_and_copies_are_those_in_memory(kind: str, tmp_path: Path) -> None:
-    this = job_subclasses(KINDS[kind])
-    torch.manual_seed(this.seed)
-    memory = this.model()
-    engine = start(this, DISK, tmp_path)
+    case = job_subclasses(KINDS[kind])
+    torch.manual_seed(case.seed)
+    memory = case.model()
+    engine = start(case, DISK, tmp_path)
     theirs, mine = memory.state_dict(), engine.module.state_dict()
     assert theirs.keys() == mine.keys()
     values = torch.ones(2, 64, dtype=torch.bfloat16)
@@ -884,8 +884,8 @@ TORCHAO: dict[str, dict[str, Any]] = {
 @pytest.mark.parametrize("name", TORCHAO)
 def test_torchao_trains_as_in_memory(name: str, tmp_path: Path) -> None:
     pytest.importorskip("torchao")
-    this = job_subclasses(functools.partial(of_torchao, name, TORCHAO[name]))
-    as_in_memory_subclasses(this, tmp_path / "memory")
-    first = run(this, ("none", "none"), tmp_path / "device")
-    found = run(this, ("cpu", "nvme"), tmp_path / "host")
-    assert (found.losses, found.norms) == (first.losses, first.norms)
+    case = job_subclasses(functools.partial(of_torchao, name, TORCHAO[name]))
+    as_in_memory_subclasses(case, tmp_path / "memory")
+    first = run(case, ("none", "none"), tmp_path / "device")
+    result = run(case, ("cpu", "nvme"), tmp_path / "host")
+    assert (result.losses, result.norms) == (first.losses, first.norms)

@@ -209,10 +209,10 @@ def test_a_window_holds_what_was_added_whoever_writes_it_when(order: list[int]) 
         expected[number] += 1.0
         assert len(spill._here) + len(spill._writing) + len(spill._free) == len(buffers)
     spill.flush()
-    found = torch.empty(6 * numel)
-    spill.read(0, 0, 6 * numel, memoryview(found.numpy()).cast("B")).wait()
+    values = torch.empty(6 * numel)
+    spill.read(0, 0, 6 * numel, memoryview(values.numpy()).cast("B")).wait()
     for number in set(order):
-        assert bool((found[number * numel : (number + 1) * numel] == expected[number]).all())
+        assert bool((values[number * numel : (number + 1) * numel] == expected[number]).all())
     assert failures == []
 
 
@@ -263,11 +263,11 @@ def test_windows_cover_a_gradient_and_cut_it_between_chunks(numels: list[int], r
     for rank in range(ranks):
         part = layout.trainable(rank, ranks)
         at, starts = borders(layout, part), parameter_starts(layout, part)
-        found = windows(at, starts, longest)
-        assert [n for window in found for n in (window.start, window.stop)][:: 2 * len(found) - 1] == [0, len(part)]
-        assert all(before.stop == after.start for before, after in itertools.pairwise(found))
-        assert all(len(window) <= longest and window.start in at and window.stop in at for window in found)
-        shared = [window for window in found if any(window.start < each < window.stop for each in starts)]
+        ranges = windows(at, starts, longest)
+        assert [n for window in ranges for n in (window.start, window.stop)][:: 2 * len(ranges) - 1] == [0, len(part)]
+        assert all(before.stop == after.start for before, after in itertools.pairwise(ranges))
+        assert all(len(window) <= longest and window.start in at and window.stop in at for window in ranges)
+        shared = [window for window in ranges if any(window.start < each < window.stop for each in starts)]
         assert all(len(window) <= longest // 16 for window in shared)
 
 

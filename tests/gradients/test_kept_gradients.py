@@ -51,8 +51,8 @@ def every_gradient(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def kept(engine: offload.Engine) -> int:
-    found = testing.inspect(engine)
-    return sum(len(found.gradients_kept(unit)) for unit in range(len(found.layouts)))
+    parts = testing.inspect(engine)
+    return sum(len(parts.gradients_kept(unit)) for unit in range(len(parts.layouts)))
 
 
 @pytest.mark.sample(3)
@@ -103,9 +103,9 @@ def trained_with(
         engine.backward(JOB.loss(engine, number, 0))
         between(engine)
         engine.step()
-    found = weights_of(engine), engine.get_global_grad_norm()
+    result = weights_of(engine), engine.get_global_grad_norm()
     engine.destroy(remove=True)
-    return found
+    return result
 
 
 def scale(engine: offload.Engine) -> None:
@@ -183,10 +183,10 @@ def test_micro_batches_before_the_last_are_added_up_in_one_place(tmp_path: Path)
 def test_memory_that_something_else_may_write_to_is_not_its_own() -> None:
     fresh = torch.ones(4, 8)
     assert owns_its_memory(fresh)
-    view, other = fresh.view(-1), torch.ones(16)
+    view, foreign = fresh.view(-1), torch.ones(16)
     assert not owns_its_memory(fresh) and not owns_its_memory(view)
     for tensor in (
-        other[:8],
+        foreign[:8],
         torch.ones(8, 4).t(),
         torch.ones(4).expand(2, 4),
         torch.from_numpy(np.ones(4, dtype=np.float32)),

@@ -164,12 +164,12 @@ def test_quantized_forms_need_swap_files(tmp_path: Path) -> None:
     folder = saved(llama(), tmp_path / "model")
     with pytest.raises(offload.ConfigError, match="offload_param"):
         offload.inference(folder, on_cpu(frozen="nf4"))
-    found = []
+    logits = []
     for tier in ({"device": "cpu"}, {"device": "nvme", "nvme_path": str(tmp_path / "swap")}):
         config = {**on_cpu(frozen="nf4"), "zero_optimization": {"stage": 3, "offload_param": tier}}
         with offload.inference(folder, config) as engine:
-            found.append(engine(IDS).logits)
-    assert torch.equal(*found) and not torch.equal(found[0], llama()(IDS).logits)
+            logits.append(engine(IDS).logits)
+    assert torch.equal(*logits) and not torch.equal(logits[0], llama()(IDS).logits)
     assert not list((tmp_path / "swap").rglob("states")), "the swap files are removed at the end"
 
 
@@ -332,16 +332,16 @@ def plain_losses(folder: Path) -> list[float]:
 @pytest.mark.works("Without training", "files four times as large as the RAM they may take", "right")
 def test_files_of_four_times_the_memory_are_scored_and_read_once(tmp_path: Path) -> None:
     nbytes = write_folder(tmp_path / "model")
-    found, _ = peak_in(processes(), score, tmp_path / "model", 40 * MIB)
-    assert found["losses"] == plain_losses(tmp_path / "model")
-    assert found["budgets"] <= 40 * MIB
-    print(f"{nbytes / MIB:.0f} MiB of weights, {found}")
-    assert found["grown"] <= nbytes / 4, "budgets, activations, and what the libraries take"
+    result, _ = peak_in(processes(), score, tmp_path / "model", 40 * MIB)
+    assert result["losses"] == plain_losses(tmp_path / "model")
+    assert result["budgets"] <= 40 * MIB
+    print(f"{nbytes / MIB:.0f} MiB of weights, {result}")
+    assert result["grown"] <= nbytes / 4, "budgets, activations, and what the libraries take"
     # Whole pages: a unit shares its first and its last with its neighbours, and each file has a head of its own.
     slack = 4 * PAGE * (LAYERS + 4)
-    assert nbytes <= found["own"] <= nbytes + slack
-    assert abs(found["drive"] - found["own"]) <= MIB, "the drive has read that too, and little else"
-    assert found["written"] == 0
+    assert nbytes <= result["own"] <= nbytes + slack
+    assert abs(result["drive"] - result["own"]) <= MIB, "the drive has read that too, and little else"
+    assert result["written"] == 0
 
 
 CHAT = {"messages": [{"role": "user", "content": "two and two?"}, {"role": "assistant", "content": "four"}]}
@@ -391,8 +391,8 @@ def test_score_gives_the_log_likelihood_of_each_record(folder: Path, tmp_path: P
     before = {path: path.stat().st_mtime_ns for path in folder.iterdir()}
     result = call("score", folder, "--data", tmp_path / "data.jsonl", *map(str, options))
     assert result.exit_code == 0, result.stderr
-    found = lines_of(result.stdout)
-    assert [each["place"] for each in found] == [f"{tmp_path}/data.jsonl:{number}" for number in range(1, 6)]
+    lines = lines_of(result.stdout)
+    assert [each["place"] for each in lines] == [f"{tmp_path}/data.jsonl:{number}" for number in range(1, 6)]
     model = transformers.AutoModelForCausalLM.from_pretrained(folder)
     coder = tokenizer(MARKING_TEMPLATE)
     text = [*coder(RECORDS[0]["text"])["input_ids"], 1]
@@ -408,9 +408,9 @@ def test_score_gives_the_log_likelihood_of_each_record(folder: Path, tmp_path: P
     ]
     # The same numbers but for the order of sums in matrices of other shapes: padded batches, chunks of tokens.
     close = [None if each is None else pytest.approx(each, rel=1e-4) for each in expected]
-    assert [each["log_likelihood"] for each in found] == close
-    assert [each["counted"] for each in found] == [len(text) - 1, len(completion), 0, len(chat) - assistant, 0]
-    assert [each.get("cut", False) for each in found] == [False, False, False, False, True]
+    assert [each["log_likelihood"] for each in lines] == close
+    assert [each["counted"] for each in lines] == [len(text) - 1, len(completion), 0, len(chat) - assistant, 0]
+    assert [each.get("cut", False) for each in lines] == [False, False, False, False, True]
     assert "limited by" in result.stderr and "perplexity" in result.stderr and "nothing is written" in result.stderr
     assert "2 records have no token that counts" in result.stderr
     assert {path: path.stat().st_mtime_ns for path in folder.iterdir()} == before
@@ -443,8 +443,8 @@ def test_score_gives_the_logits_of_a_classifier(folder: Path, tmp_path: Path) ->
     assert facts["records"] == 3 and facts["read_bytes"] > 0 and facts["perplexity"] is None and facts["scores"] == []
     with torch.no_grad():
         rewards = [float(model(torch.tensor([[*tokenizer()(text)["input_ids"], 1]])).logits) for text in texts]
-    found = lines_of((tmp_path / "out.jsonl").read_text())
-    assert [each["reward"] for each in found] == pytest.approx(rewards, rel=1e-4)
+    lines = lines_of((tmp_path / "out.jsonl").read_text())
+    assert [each["reward"] for each in lines] == pytest.approx(rewards, rel=1e-4)
     again = call("score", tmp_path / "reward", *options)
     assert again.exit_code == 2 and "exists already" in again.stderr
 

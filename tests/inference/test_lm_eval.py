@@ -36,11 +36,11 @@ def test_values_are_those_of_the_class_hf(tmp_path: Path) -> None:
     # Greedy continuations too: the most probable token of each context.
     greedy = theirs.generate_until(of("generate_until", *((text, {"until": [], "max_gen_toks": 1}) for text in TEXTS)))
     pairs += of("loglikelihood", *zip(TEXTS, greedy, strict=True))
-    expected, got = theirs.loglikelihood(pairs), ours.loglikelihood(pairs)
-    assert [value for _, value in got] == [value for _, value in expected]
-    assert any(value for _, value in got) and not all(value for _, value in got)
+    expected, actual = theirs.loglikelihood(pairs), ours.loglikelihood(pairs)
+    assert [value for _, value in actual] == [value for _, value in expected]
+    assert any(value for _, value in actual) and not all(value for _, value in actual)
     # Sums of some tokens' fp32 logits below 8, whose products are summed in another order.
-    assert [value for value, _ in got] == pytest.approx([value for value, _ in expected], abs=2**-23 * 8 * 128)
+    assert [value for value, _ in actual] == pytest.approx([value for value, _ in expected], abs=2**-23 * 8 * 128)
     texts = of("loglikelihood_rolling", *((text,) for text in TEXTS))  # longer than the model's positions
     rolled = theirs.loglikelihood_rolling(texts)
     assert ours.loglikelihood_rolling(texts) == pytest.approx(rolled, abs=2**-23 * 8 * 512)

@@ -185,8 +185,8 @@ def test_cuts_into_chunks_change_no_bit(isa: str, threads: int) -> None:
     segments = [[LambSegment(0, view.weight.numel(), LAMB_STEP)] for view in views]
     sums = [kernels.lamb_moments(view, each)[0] for view, each in zip(views, segments, strict=True)]
     ratio = kernels.lamb_ratio(LAMB_STEP, sums)
-    for view, each in zip(views, segments, strict=True):
-        kernels.lamb_move(view, each, [ratio])
+    for view, segment in zip(views, segments, strict=True):
+        kernels.lamb_move(view, segment, [ratio])
     assert torch.equal(uncut.weight, parts.weight) and torch.equal(uncut.residual, parts.residual)
     assert all(torch.equal(one, other) for one, other in zip(uncut.moments, parts.moments, strict=True))
 
@@ -224,14 +224,14 @@ NUMEL = 150_001  # five chunks of the team, the last block of one value
 
 
 def stored(form: BlockFormat, values: torch.Tensor) -> torch.Tensor:
-    found = torch.full((form.stored_nbytes(len(values)),), 0xA5, dtype=torch.uint8)
-    blocks.quantize(form, values, found)
-    return found
+    codes = torch.full((form.stored_nbytes(len(values)),), 0xA5, dtype=torch.uint8)
+    blocks.quantize(form, values, codes)
+    return codes
 
 
-def values_of(form: BlockFormat, found: torch.Tensor, numel: int, dtype: torch.dtype) -> torch.Tensor:
+def values_of(form: BlockFormat, codes: torch.Tensor, numel: int, dtype: torch.dtype) -> torch.Tensor:
     values = torch.full((numel,), float("nan"), dtype=dtype)
-    blocks.dequantize(form, found[: form.stored_nbytes(numel)], values)
+    blocks.dequantize(form, codes[: form.stored_nbytes(numel)], values)
     return values
 
 
@@ -254,11 +254,11 @@ def by_formula(form: BlockFormat, values: torch.Tensor) -> torch.Tensor:
 def numbers(dtype: torch.dtype) -> torch.Tensor:
     """Normal numbers of many sizes, with a block of zeros, ties, and a block of denormals."""
     generator = torch.Generator().manual_seed(7)
-    found = normal(NUMEL, 5) * 10.0 ** torch.randint(-4, 3, (NUMEL,), generator=generator)
-    found[256:512] = 0
-    found[512:768] = 1e-40
-    found[1024:1280] = torch.arange(256) / 254  # ties of int8
-    return found.to(dtype)
+    values = normal(NUMEL, 5) * 10.0 ** torch.randint(-4, 3, (NUMEL,), generator=generator)
+    values[256:512] = 0
+    values[512:768] = 1e-40
+    values[1024:1280] = torch.arange(256) / 254  # ties of int8
+    return values.to(dtype)
 
 
 @pytest.mark.parametrize("form", FORMATS, ids=lambda form: form.name)
@@ -272,8 +272,8 @@ def test_the_bytes_are_those_of_the_formula(dtype: torch.dtype, form: BlockForma
 @pytest.mark.parametrize("form", FORMATS, ids=lambda form: form.name)
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_values_are_products_rounded_once(dtype: torch.dtype, form: BlockFormat) -> None:
-    found = stored(form, numbers(torch.bfloat16))
-    rows = found.view(-1, form.nbytes)
+    blocks_stored = stored(form, numbers(torch.bfloat16))
+    rows = blocks_stored.view(-1, form.nbytes)
     scale = rows[:, -2:].contiguous().view(torch.bfloat16).float()
     codes = rows[:, :-2]
     if form.name == "nf4":
@@ -281,7 +281,7 @@ def test_values_are_products_rounded_once(dtype: torch.dtype, form: BlockFormat)
     else:
         values = codes.view(torch.int8).float() * (scale * torch.tensor(1 / 127))
     for numel in (1, form.values - 1, form.values, NUMEL):
-        assert torch.equal(values_of(form, found, numel, dtype), values.flatten()[:numel].to(dtype))
+        assert torch.equal(values_of(form, blocks_stored, numel, dtype), values.flatten()[:numel].to(dtype))
 
 
 @pytest.mark.parametrize("form", FORMATS, ids=lambda form: form.name)
@@ -292,9 +292,9 @@ def test_every_instruction_set_and_number_of_threads_gives_the_same_bits(dtype: 
     for isa in ISAS:
         for threads in (1, 3):
             _native.configure(isa, threads)
-            found = stored(form, values)
-            back = values_of(form, found, NUMEL, dtype)
-            results.add((found.numpy().tobytes(), back.view(torch.uint8).numpy().tobytes()))
+            codes = stored(form, values)
+            back = values_of(form, codes, NUMEL, dtype)
+            results.add((codes.numpy().tobytes(), back.view(torch.uint8).numpy().tobytes()))
     assert len(results) == 1
 
 
@@ -305,10 +305,10 @@ def test_an_accelerator_makes_the_same_values(
 ) -> None:
     """Its code is torch's operations, which a CPU runs as well."""
     testing.replace(monkeypatch, "size.device_blocks", 100)
-    found = stored(form, numbers(torch.float32))
+    codes = stored(form, numbers(torch.float32))
     values = torch.full((NUMEL,), float("nan"), dtype=dtype)
-    blocks._dequantize_by_torch(form, found, values)
-    assert torch.equal(values, values_of(form, found, NUMEL, dtype))
+    blocks._dequantize_by_torch(form, codes, values)
+    assert torch.equal(values, values_of(form, codes, NUMEL, dtype))
 
 
 def with_what_is_no_number(dtype: torch.dtype) -> torch.Tensor:
@@ -323,37 +323,37 @@ def test_an_accelerator_makes_the_same_codes(dtype: torch.dtype, monkeypatch: py
     """Of int8 alone, which ranks send each other. A block that is NaN may have any codes."""
     testing.replace(monkeypatch, "size.device_blocks", 100)
     form, values = BLOCK_FORMATS["int8"], with_what_is_no_number(dtype)
-    found = torch.full((form.stored_nbytes(NUMEL),), 0xA5, dtype=torch.uint8)
-    blocks._quantize_by_torch(form, values, found)
-    same_codes(found, stored(form, values))
+    codes = torch.full((form.stored_nbytes(NUMEL),), 0xA5, dtype=torch.uint8)
+    blocks._quantize_by_torch(form, values, codes)
+    same_codes(codes, stored(form, values))
 
 
-def same_codes(found: torch.Tensor, expected: torch.Tensor) -> None:
+def same_codes(codes: torch.Tensor, expected: torch.Tensor) -> None:
     form = BLOCK_FORMATS["int8"]
-    numel = len(found) // form.nbytes * form.values
-    one, other = (values_of(form, each, numel, torch.float32) for each in (found, expected))
-    assert torch.equal(one.nan_to_num(0.5), other.nan_to_num(0.5)) and 128 < int(one.isnan().sum()) <= 384
-    sound = ~one.view(-1, form.values)[:, 0].isnan()
-    assert torch.equal(found.view(-1, form.nbytes)[sound], expected.view(-1, form.nbytes)[sound])
+    numel = len(codes) // form.nbytes * form.values
+    left, right = (values_of(form, each, numel, torch.float32) for each in (codes, expected))
+    assert torch.equal(left.nan_to_num(0.5), right.nan_to_num(0.5)) and 128 < int(left.isnan().sum()) <= 384
+    sound = ~left.view(-1, form.values)[:, 0].isnan()
+    assert torch.equal(codes.view(-1, form.nbytes)[sound], expected.view(-1, form.nbytes)[sound])
 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_a_gpu_makes_the_same_codes(dtype: torch.dtype) -> None:
     form, values = BLOCK_FORMATS["int8"], with_what_is_no_number(dtype)
-    found = torch.empty(form.stored_nbytes(NUMEL), dtype=torch.uint8, device="cuda")
-    blocks.quantize(form, values.cuda(), found)
-    same_codes(found.cpu(), stored(form, values))
+    codes = torch.empty(form.stored_nbytes(NUMEL), dtype=torch.uint8, device="cuda")
+    blocks.quantize(form, values.cuda(), codes)
+    same_codes(codes.cpu(), stored(form, values))
 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("form", FORMATS, ids=lambda form: form.name)
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_a_gpu_makes_the_same_values(dtype: torch.dtype, form: BlockFormat) -> None:
-    found = stored(form, numbers(torch.float32))
+    codes = stored(form, numbers(torch.float32))
     values = torch.full((NUMEL,), float("nan"), dtype=dtype, device="cuda")
-    blocks.dequantize(form, found.cuda(), values)
-    assert torch.equal(values.cpu(), values_of(form, found, NUMEL, dtype))
+    blocks.dequantize(form, codes.cuda(), values)
+    assert torch.equal(values.cpu(), values_of(form, codes, NUMEL, dtype))
 
 
 @given(st.integers(1, 400), st.integers(0, 2**31), st.sampled_from(FORMATS))

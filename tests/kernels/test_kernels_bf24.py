@@ -79,8 +79,8 @@ def inputs(name: str, numel: int, moments: str) -> Partition:
 
 
 def moments_of(part: Partition) -> list[Array]:
-    found = [moment.float() for moment in part.moments] if part.scales is None else decoded(part)
-    return [each.numpy() for each in found]
+    moments = [moment.float() for moment in part.moments] if part.scales is None else decoded(part)
+    return [each.numpy() for each in moments]
 
 
 @pytest.mark.sample(31)
@@ -99,8 +99,8 @@ def test_every_rule_computes_its_formula_and_rounds_its_master(name: str, moment
     p, *_ = formula(
         step, master_of(part).numpy(), part.grad.float().numpy(), *old, *[np.zeros(numel, F)] * (2 - len(old))
     )
-    for each in (part, full):
-        update(each, [Segment(0, numel, step, NOISE)])
+    for master_part in (part, full):
+        update(master_part, [Segment(0, numel, step, NOISE)])
     assert part.residual is not None
     exact = torch.from_numpy(p.astype(F))
     assert master_of(full).numpy().tobytes() == exact.numpy().tobytes()
@@ -143,11 +143,11 @@ def test_the_mean_of_many_roundings_is_the_value() -> None:
         print(value)
         numel = 1 << 20
         exact = torch.tensor([value])
-        found = joined(*split(exact.expand(numel).contiguous(), NOISE)).double()
+        values = joined(*split(exact.expand(numel).contiguous(), NOISE)).double()
         bits = exact.view(torch.int32)
         low, high = ((bits & ~0xFF).view(torch.float32).double(), ((bits & ~0xFF) + 0x100).view(torch.float32).double())
-        assert ((found == low) | (found == high)).all(), "one of the two neighbours"
-        assert abs(float(found.mean() - exact.double())) <= 6 * abs(float(high - low)) / math.sqrt(4 * numel)
+        assert ((values == low) | (values == high)).all(), "one of the two neighbours"
+        assert abs(float(values.mean() - exact.double())) <= 6 * abs(float(high - low)) / math.sqrt(4 * numel)
 
 
 @settings(deadline=None, max_examples=examples(30), derandomize=True)

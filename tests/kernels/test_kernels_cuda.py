@@ -79,12 +79,12 @@ def fake_cuda() -> FakeCuda:
     assert COMPILER is not None
     folder = Path(tempfile.mkdtemp(prefix="fake-cuda-"))
     atexit.register(shutil.rmtree, folder, ignore_errors=True)
-    found = FakeCuda(libcuda=folder / "libcuda.so.99", libnvrtc=folder / "libnvrtc.so.99")
+    libraries = FakeCuda(libcuda=folder / "libcuda.so.99", libnvrtc=folder / "libnvrtc.so.99")
     defines = f'-DCOMPILER="{COMPILER}"', f'-DHEADER="{SOURCES / "emulated.h"}"'
-    for source_here, library in (("libcuda.cpp", found.libcuda), ("libnvrtc.cpp", found.libnvrtc)):
+    for source_here, library in (("libcuda.cpp", libraries.libcuda), ("libnvrtc.cpp", libraries.libnvrtc)):
         flags = ["-std=c++17", "-O1", "-Wall", "-Wextra", "-Werror", "-shared", "-fPIC", f"-Wl,-soname,{library.name}"]
         subprocess.run([COMPILER, *flags, *defines, str(SOURCES / source_here), "-o", str(library), "-ldl"], check=True)
-    return found
+    return libraries
 
 
 needs_compiler = pytest.mark.skipif(COMPILER is None, reason="no C++ compiler")
@@ -131,10 +131,10 @@ def on(partition: Partition, device: str) -> Partition:
     )
 
 
-def same(one: Partition, other: Partition) -> None:
-    pairs = [(one.weight, other.weight), *zip(one.moments, other.moments, strict=True)]
+def same(left: Partition, right: Partition) -> None:
+    pairs = [(left.weight, right.weight), *zip(left.moments, right.moments, strict=True)]
     more = ("residual", "master", "scales")
-    pairs += [(getattr(one, name), getattr(other, name)) for name in more if getattr(one, name) is not None]
+    pairs += [(getattr(left, name), getattr(right, name)) for name in more if getattr(left, name) is not None]
     for a, b in pairs:
         a, b = (tensor.cpu().float().numpy() for tensor in (a, b))
         np.testing.assert_array_equal(a, b)
@@ -194,12 +194,12 @@ def with_bf24(partition: Partition) -> Partition:
 
 
 def in_form(numel: int, weight: torch.dtype, grad: torch.dtype, master: str, moments: str) -> Partition:
-    found = arrays(numel, weight, grad)
+    content = arrays(numel, weight, grad)
     if master == "bf24":
-        found = with_bf24(found)
+        content = with_bf24(content)
     if moments == "bf16":
-        found = found._replace(moments=tuple(moment.bfloat16() for moment in found.moments))
-    return in_blocks(found) if moments == "int8" else found
+        content = content._replace(moments=tuple(moment.bfloat16() for moment in content.moments))
+    return in_blocks(content) if moments == "int8" else content
 
 
 ROUNDED = [
@@ -323,10 +323,10 @@ CHUNK = 8192
 
 @pytest.fixture
 def fake() -> Iterator[FakeCuda]:
-    found = fake_cuda()
-    found.calls()
-    yield found
-    found.refuse("", 0)
+    libraries = fake_cuda()
+    libraries.calls()
+    yield libraries
+    libraries.refuse("", 0)
 
 
 @pytest.fixture
@@ -349,8 +349,8 @@ def stepped(numel: int, segments: list[Segment], seed: int = 0) -> Partition:
     return expected
 
 
-def same_launch(one: Partition, other: Partition) -> bool:
-    pairs = zip((one.weight, *one.moments), (other.weight, *other.moments), strict=True)
+def same_launch(left: Partition, right: Partition) -> bool:
+    pairs = zip((left.weight, *left.moments), (right.weight, *right.moments), strict=True)
     return all(torch.equal(mine, theirs) for mine, theirs in pairs)
 
 
@@ -652,9 +652,9 @@ def test_it_compiles_and_rounds_each_operation_once(program: str, architecture: 
     for options in variants(program):
         assembly = ptx(source(program), *options, f"--gpu-architecture=compute_{architecture}")
         assert set(re.findall(r"\.entry (\w+)\(", assembly)) == ENTRIES[program]
-        found = arithmetic(assembly)
-        assert found >= EXPECTED[program]
-        assert all(NVRTC_ROUNDED.fullmatch(operation) for operation in found - EXACT[program])
+        operations = arithmetic(assembly)
+        assert operations >= EXPECTED[program]
+        assert all(NVRTC_ROUNDED.fullmatch(operation) for operation in operations - EXACT[program])
 
 
 @pytest.mark.skipif(NVRTC is None and sys.platform != "linux", reason="NVRTC is there for Linux alone")

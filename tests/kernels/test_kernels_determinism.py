@@ -41,12 +41,12 @@ def inputs(numel: int) -> list[torch.Tensor]:
 
 
 def digest(tensors: list[torch.Tensor], sums: list[float]) -> str:
-    found = hashlib.sha256(repr([total.hex() for total in sums]).encode())
+    sums_hash = hashlib.sha256(repr([total.hex() for total in sums]).encode())
     for tensor in tensors:
         # [Note: same bits] leaves the payload of a NaN free, so every NaN counts as one pattern.
         plain = tensor.nan_to_num(nan=0.125, posinf=None) if tensor.is_floating_point() else tensor
-        found.update(plain.contiguous().view(torch.uint8).numpy().tobytes())
-    return found.hexdigest()
+        sums_hash.update(plain.contiguous().view(torch.uint8).numpy().tobytes())
+    return sums_hash.hexdigest()
 
 
 def run_all(cuts: list[int]) -> str:
@@ -87,13 +87,13 @@ def test_no_setting_shows_in_the_result(isa: str, threads: int, cuts: list[int],
 
 def test_concurrent_callers_do_not_disturb_each_other(scalar_digest: str) -> None:
     _native.configure(ISAS[-1], 3)
-    found: list[str] = []
-    callers = [threading.Thread(target=lambda: found.append(run_all([40_000]))) for _ in range(6)]
+    digests: list[str] = []
+    callers = [threading.Thread(target=lambda: digests.append(run_all([40_000]))) for _ in range(6)]
     for caller in callers:
         caller.start()
     for caller in callers:
         caller.join()
-    assert found == [scalar_digest] * 6
+    assert digests == [scalar_digest] * 6
 
 
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")
@@ -194,15 +194,15 @@ def test_a_list_of_processors() -> None:
 def test_a_thread_runs_beside_its_memory() -> None:
     """On the processors of a node that it may use; on all that it may use where the node has none of them."""
     mine = sorted(os.sched_getaffinity(0))
-    found: list[set[int]] = []
+    affinities: list[set[int]] = []
 
     def work() -> None:
         for node, allowed in ((0, mine[:1]), (-1, mine), (9999, mine)):
             _native.run_beside(node, allowed)
-            found.append(os.sched_getaffinity(0))
+            affinities.append(os.sched_getaffinity(0))
 
     thread = threading.Thread(target=work)
     thread.start()
     thread.join()
-    assert found == [set(mine[:1]), set(mine), set(mine)]
+    assert affinities == [set(mine[:1]), set(mine), set(mine)]
     assert os.sched_getaffinity(0) == set(mine)

@@ -122,9 +122,9 @@ def clone(part: Partition) -> Partition:
     )
 
 
-def same(one: Partition, other: Partition) -> bool:
-    pairs = [(one.weight, other.weight), *zip(one.moments, other.moments, strict=True)]
-    pairs += [(a, b) for a, b in ((one.residual, other.residual), (one.master, other.master)) if a is not None]
+def same(left: Partition, right: Partition) -> bool:
+    pairs = [(left.weight, right.weight), *zip(left.moments, right.moments, strict=True)]
+    pairs += [(a, b) for a, b in ((left.residual, right.residual), (left.master, right.master)) if a is not None]
     return all(torch.equal(a.view(torch.uint8), b.view(torch.uint8)) for a, b in pairs)
 
 
@@ -142,8 +142,8 @@ def test_a_step_is_its_formula() -> None:
             grad = part.grad.clone()
             update(part, [Segment(0, numel, step)])
             assert master_of(part).numpy().tobytes() == p.tobytes(), case
-            for got, expected in zip(part.moments, new, strict=False):
-                assert torch.equal(got, torch.from_numpy(expected)), case
+            for actual, expected in zip(part.moments, new, strict=False):
+                assert torch.equal(actual, torch.from_numpy(expected)), case
             if part.master is not None:
                 assert torch.equal(part.weight, part.master.half()), case
             assert torch.equal(part.grad, grad), f"{case}: which is only read"
@@ -235,9 +235,9 @@ def test_cuts_into_calls_change_no_bit(
     # Each second segment with its gradient in a tensor of its own.
     own = [each._replace(grad=start.grad[each.start : each.stop].clone()) for each in segments[::2]]
     apart = clone(start)
-    for each in own:
-        apart.grad[each.start : each.stop] = math.nan
-    update(apart, sorted([*own, *segments[1::2]], key=lambda each: each.start))
+    for segment in own:
+        apart.grad[segment.start : segment.stop] = math.nan
+    update(apart, sorted([*own, *segments[1::2]], key=lambda segment: segment.start))
     assert same(uncut, apart)
 
 
@@ -273,8 +273,8 @@ def test_extreme_values_follow_the_formula(
         _native.configure(isa, 1)
         part = Partition(p.clone(), g, (m.clone(), v.clone())[:moments])
         update(part, [Segment(0, len(values), step)])
-        for got, wanted in zip((part.weight, *part.moments), expected, strict=False):
-            np.testing.assert_array_equal(got.numpy(), wanted)
+        for array, wanted in zip((part.weight, *part.moments), expected, strict=False):
+            np.testing.assert_array_equal(array.numpy(), wanted)
 
 
 def test_half_precision_is_that_of_torch() -> None:

@@ -60,9 +60,9 @@ def random_bits(stream: int, elements: np.ndarray[Any, Any]) -> np.ndarray[Any, 
 def rounded(values: np.ndarray[Any, Any], random: np.ndarray[Any, Any]) -> torch.Tensor:
     """`values`, fp32, with the lower 16 bits of `random` added below the bits that bf16 keeps."""
     bits = values.view(np.uint32)
-    found = (bits + (random & np.uint32(0xFFFF))) >> np.uint32(16)
-    found = np.where(np.isnan(values), np.uint32(0x7FC0), found)
-    return torch.from_numpy(found.astype(np.uint16).view(np.int16)).view(torch.bfloat16)
+    rounded_bits = (bits + (random & np.uint32(0xFFFF))) >> np.uint32(16)
+    rounded_bits = np.where(np.isnan(values), np.uint32(0x7FC0), rounded_bits)
+    return torch.from_numpy(rounded_bits.astype(np.uint16).view(np.int16)).view(torch.bfloat16)
 
 
 def bf16(values: torch.Tensor, noise: Noise) -> torch.Tensor:
@@ -87,8 +87,8 @@ def test_every_rule_computes_its_formula_and_rounds_its_moments(name: str, isa: 
         update(part, [Segment(0, numel, step, NOISE)])
         assert master_of(part).numpy().tobytes() == p.tobytes()
         random = random_bits(NOISE.stream, np.arange(numel) + NOISE.element)
-        for got, exact, half in zip(part.moments, new, (random, random >> np.uint32(16)), strict=False):
-            assert torch.equal(got.view(torch.int16), rounded(exact, half).view(torch.int16))
+        for actual, exact, half in zip(part.moments, new, (random, random >> np.uint32(16)), strict=False):
+            assert torch.equal(actual.view(torch.int16), rounded(exact, half).view(torch.int16))
 
 
 @pytest.mark.parametrize("isa", ISAS)
@@ -97,11 +97,11 @@ def test_special_values_stay_what_they_are(isa: str) -> None:
     _native.configure(isa, 1)
     kept = torch.tensor([0.0, -0.0, 1.0, -3.5, 1e-39, math.inf, -math.inf, math.nan]).bfloat16().float()
     for stream in range(64):
-        found = bf16(kept, Noise(noise_stream(0, 0, stream), 0))
-        assert found[-1].isnan() and torch.equal(found.view(torch.int16)[:-1], kept.bfloat16().view(torch.int16)[:-1])
+        values = bf16(kept, Noise(noise_stream(0, 0, stream), 0))
+        assert values[-1].isnan() and torch.equal(values.view(torch.int16)[:-1], kept.bfloat16().view(torch.int16)[:-1])
     above = torch.full((1000,), torch.finfo(torch.float32).max)
-    found = bf16(above, NOISE)
-    assert found.isinf().any() and found.float().max() == math.inf
+    values = bf16(above, NOISE)
+    assert values.isinf().any() and values.float().max() == math.inf
 
 
 SPREAD = [1 + 2**-12, -1.3, 1e-39, 2.0 - 2**-23, 65280.5]
@@ -113,13 +113,13 @@ def test_the_mean_of_many_roundings_is_the_value() -> None:
         print(value)
         numel = 1 << 20
         exact = torch.tensor([value])
-        found = bf16(exact.expand(numel).contiguous(), NOISE).double()
+        values = bf16(exact.expand(numel).contiguous(), NOISE).double()
         bits = exact.view(torch.int32)
         low = (bits & ~0xFFFF).view(torch.float32).double()
         high = ((bits & ~0xFFFF) + 0x10000).view(torch.float32).double()
-        assert ((found == low) | (found == high)).all(), "one of the two neighbours"
+        assert ((values == low) | (values == high)).all(), "one of the two neighbours"
         spacing = abs(float(high - low))
-        assert abs(float(found.mean() - exact.double())) <= 6 * spacing / math.sqrt(4 * numel)
+        assert abs(float(values.mean() - exact.double())) <= 6 * spacing / math.sqrt(4 * numel)
 
 
 def test_steps_and_elements_are_independent() -> None:
@@ -132,9 +132,9 @@ def test_steps_and_elements_are_independent() -> None:
     shifted = torch.stack([bf16(value, Noise(NOISE.stream, 2**20 * each)) > 1 for each in range(steps)])
     bound = 6 / math.sqrt(4 * numel)
     for drawn in (ups, units, seeds, shifted):
-        for one in range(steps):
-            for other in range(one):
-                assert abs((drawn[one] == drawn[other]).double().mean() - 0.5) < bound
+        for left in range(steps):
+            for right in range(left):
+                assert abs((drawn[left] == drawn[right]).double().mean() - 0.5) < bound
     part = partition(numel, STEPS["adamw"], torch.float32, torch.float32, torch.bfloat16)
     both = Partition(part.weight, torch.ones(numel), (torch.zeros(numel).bfloat16(), torch.zeros(numel).bfloat16()))
     update(both, [Segment(0, numel, STEPS["adamw"]._replace(grad_scale=1.0), NOISE)])
@@ -232,8 +232,8 @@ def chances_of(random: Array) -> Array:
 
 
 def moment_values(codes: Array, scales: Array, root: bool) -> Array:
-    found = (codes.astype(F) * np.repeat(scales, BLOCK)[: len(codes)]).astype(F)
-    return (found * found).astype(F) if root else found
+    moments = (codes.astype(F) * np.repeat(scales, BLOCK)[: len(codes)]).astype(F)
+    return (moments * moments).astype(F) if root else moments
 
 
 def coded(part: Partition, roots: tuple[bool, ...]) -> Partition:
@@ -249,11 +249,11 @@ def coded(part: Partition, roots: tuple[bool, ...]) -> Partition:
 
 def decoded(part: Partition) -> list[torch.Tensor]:
     assert part.scales is not None
-    found = []
+    moments = []
     for number, moment in enumerate(part.moments):
-        found.append(torch.empty(len(moment)))
-        decode_moments(moment, part.scales, number, found[-1])
-    return found
+        moments.append(torch.empty(len(moment)))
+        decode_moments(moment, part.scales, number, moments[-1])
+    return moments
 
 
 def stored(part: Partition) -> list[bytes]:
@@ -312,7 +312,9 @@ magnitudes = st.floats(2.0**-60, 2.0**60, width=32)
 
 @settings(deadline=None, max_examples=examples(60), derandomize=True)
 @given(
-    st.lists(st.one_of(st.just(0.0), magnitudes, magnitudes.map(lambda each: -each)), min_size=1, max_size=600),
+    st.lists(
+        st.one_of(st.just(0.0), magnitudes, magnitudes.map(lambda magnitude: -magnitude)), min_size=1, max_size=600
+    ),
     st.booleans(),
     st.sampled_from(ISAS),
     st.integers(0, 2**63),
@@ -382,9 +384,9 @@ def test_special_values(isa: str) -> None:
             scales=torch.ones(5, 1),
         )
         update(part, [Segment(0, len(values), SUM if root else COPY, CODES_NOISE)])
-        (found,) = decoded(part)
-        assert (found[:BLOCK] - 1).abs().max() < 1e-4 and not found[BLOCK : 2 * BLOCK].any()
-        assert found[2 * BLOCK : 4 * BLOCK].isnan().all() and not found[4 * BLOCK :].any()
+        (moment,) = decoded(part)
+        assert (moment[:BLOCK] - 1).abs().max() < 1e-4 and not moment[BLOCK : 2 * BLOCK].any()
+        assert moment[2 * BLOCK : 4 * BLOCK].isnan().all() and not moment[4 * BLOCK :].any()
         assert part.scales is not None and not part.scales[1].any() and not part.scales[4].any()
 
 
@@ -396,11 +398,11 @@ def test_the_mean_of_many_roundings_is_the_value_codes(value: float, root: bool)
     values = torch.full((numel,), value)
     top = 255.0 if root else 127.0
     values[::BLOCK] = top  # so that the scale is 1
-    found = steps_of(values, CODES_NOISE, root).double().view(-1, BLOCK)[:, 1:]
+    rounded = steps_of(values, CODES_NOISE, root).double().view(-1, BLOCK)[:, 1:]
     low, high = math.floor(value), math.floor(value) + 1
-    assert ((found == max(low, int(root))) | (found == high)).all(), "one of the two neighbours"
+    assert ((rounded == max(low, int(root))) | (rounded == high)).all(), "one of the two neighbours"
     expected = max(value, 1.0) if root else value  # no root is zero
-    assert abs(float(found.mean()) - expected) <= 6 / math.sqrt(4 * found.numel()) + 2**-13
+    assert abs(float(rounded.mean()) - expected) <= 6 / math.sqrt(4 * rounded.numel()) + 2**-13
     if not root:
         assert torch.equal(steps_of(-values, CODES_NOISE, root), -steps_of(values, CODES_NOISE, root))
 
@@ -446,9 +448,9 @@ def test_a_part_of_a_block_is_decoded(moment: int) -> None:
     assert part.scales is not None
     for start, stop in ((0, 5), (10, 300), (255, 257), (511, 768), (300, 300)):
         scales = part.scales[start // BLOCK : blocks_of(start % BLOCK + stop - start) + start // BLOCK]
-        found = torch.empty(stop - start)
-        decode_moments(part.moments[moment][start:stop], scales, moment, found, start % BLOCK)
-        assert torch.equal(found, whole[start:stop])
+        values = torch.empty(stop - start)
+        decode_moments(part.moments[moment][start:stop], scales, moment, values, start % BLOCK)
+        assert torch.equal(values, whole[start:stop])
 
 
 def _refused() -> dict[str, tuple[Partition, list[Segment], str]]:
@@ -456,15 +458,15 @@ def _refused() -> dict[str, tuple[Partition, list[Segment], str]]:
     part = coded(partition(600, step, torch.float32, torch.float32, torch.float32), (False, True))
     first, second = part.moments
     assert part.scales is not None
-    one = [Segment(0, 600, step, CODES_NOISE)]
+    segment_list = [Segment(0, 600, step, CODES_NOISE)]
     return {
         "no noise": (part, [Segment(0, 600, step)], "since the moments are in 8 bits"),
         "within a block": (part, [Segment(100, 600, step, CODES_NOISE)], "begin at a multiple of 256"),
         "noise within a block": (part, [Segment(0, 600, step, CODES_NOISE.after(1))], "begin at a multiple of 256"),
-        "no scales": (part._replace(scales=None), one, "expected them for moments in 8 bits"),
-        "scales of fp32": (part._replace(moments=(torch.zeros(600),) * 2), one, "and for no others"),
-        "few scales": (part._replace(scales=part.scales[:2]), one, r"expected shape \(3, 2\)"),
-        "the wrong signs": (part._replace(moments=(second, first)), one, "expected a tensor of torch.int8"),
+        "no scales": (part._replace(scales=None), segment_list, "expected them for moments in 8 bits"),
+        "scales of fp32": (part._replace(moments=(torch.zeros(600),) * 2), segment_list, "and for no others"),
+        "few scales": (part._replace(scales=part.scales[:2]), segment_list, r"expected shape \(3, 2\)"),
+        "the wrong signs": (part._replace(moments=(second, first)), segment_list, "expected a tensor of torch.int8"),
     }
 
 

@@ -97,17 +97,17 @@ def test_weights_first_and_then_moments_have_the_bits_of_one_pass(
 
 def protected(tensors: list[torch.Tensor | None]) -> list[torch.Tensor | None]:
     """Copies in pages that the process may only read."""
-    libc, found = ctypes.CDLL(None, use_errno=True), list[torch.Tensor | None]()
+    libc, buffers = ctypes.CDLL(None, use_errno=True), list[torch.Tensor | None]()
     for tensor in tensors:
         if tensor is None:
-            found.append(None)
+            buffers.append(None)
             continue
         pages = mmap.mmap(-1, tensor.nbytes)
         copy = torch.frombuffer(pages, dtype=tensor.dtype)[: tensor.numel()].view(tensor.shape)
         copy.copy_(tensor)
         assert not libc.mprotect(ctypes.c_void_p(copy.data_ptr()), ctypes.c_size_t(tensor.nbytes), mmap.PROT_READ)
-        found.append(copy)
-    return found
+        buffers.append(copy)
+    return buffers
 
 
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")

@@ -327,10 +327,10 @@ def _dequantize() -> Control:
     kernel, right = b"", b""
     wrong = {"divided": b"", "rounded twice": b""}
     for form in FORMATS:
-        found = stored(form, normal(NUMEL, 1))
-        rows = found.view(-1, form.nbytes)
+        blocks_stored = stored(form, normal(NUMEL, 1))
+        rows = blocks_stored.view(-1, form.nbytes)
         scale, codes = rows[:, -2:].contiguous().view(torch.bfloat16).float(), rows[:, :-2]
-        kernel += _bytes(values_of(form, found, NUMEL, torch.float32))
+        kernel += _bytes(values_of(form, blocks_stored, NUMEL, torch.float32))
         if form.name == "nf4":
             shares = torch.tensor(NF4)[torch.stack((codes >> 4, codes & 15), 2).flatten(1).long()]
             made, divided = shares * scale, shares.double() * scale.double() * (1 + 1e-7)
@@ -367,19 +367,19 @@ def _decode_moments() -> Control:
 
 def _micro_batches() -> Control:
     """Gradients of three micro-batches."""
-    one, two, three = (normal(NUMEL, seed) for seed in range(3))
+    first, two, three = (normal(NUMEL, seed) for seed in range(3))
     totals = DeviceTotals({0: torch.empty(NUMEL)}, torch.float32)
-    for values in (one, two, three):
+    for values in (first, two, three):
         totals.add(0, (0, 0), 0, values)
-    host = one.clone()
+    host = first.clone()
     for values in (two, three):
         kernels.accumulate(host, values, add=True)
-    right = _bytes(one + two + three)
-    wide = (one.double() + two.double() + three.double()).float()
+    right = _bytes(first + two + three)
+    wide = (first.double() + two.double() + three.double()).float()
     return Control(
         _bytes(totals.values(0, (0, 0)), host),
         right + right,
-        {"swapped": _bytes(one + (two + three)) + right, "rounded once": _bytes(wide) + right},
+        {"swapped": _bytes(first + (two + three)) + right, "rounded once": _bytes(wide) + right},
     )
 
 

@@ -143,10 +143,10 @@ def test_variables_reach_other_hosts_without_being_seen(folder: Path) -> None:
 def test_a_host_that_fails_ends_the_others_with_its_exit_status(folder: Path, fails: str) -> None:
     command = begin(folder, "--hostfile", "hosts", FAILS=fails)
     _, errors = command.communicate(timeout=120)
-    other = 1 - int(fails)
-    assert command.returncode == 7 and (folder / f"ended{other}").exists(), errors
+    other_host = 1 - int(fails)
+    assert command.returncode == 7 and (folder / f"ended{other_host}").exists(), errors
     names = ("alpha", "beta")
-    assert errors == f"{names[int(fails)]} has ended with exit status 7; ending {names[other]}\n"
+    assert errors == f"{names[int(fails)]} has ended with exit status 7; ending {names[other_host]}\n"
 
 
 @pytest.mark.sample(1)
@@ -377,11 +377,11 @@ def wait_for_steps(folder: Path, run: subprocess.Popen[str]) -> None:
         time.sleep(0.01)
 
 
-def assert_same_run(one: Path, other: Path) -> None:
+def assert_same_run(left: Path, right: Path) -> None:
     """Each step, those that ran twice too, has the same loss in both, and all weights are the same bits."""
     for rank in range(2):
-        assert dict(map(tuple, steps_of(one, rank))) == dict(map(tuple, steps_of(other, rank)))
-        weights = [torch.load(folder / f"weights{rank}", weights_only=True) for folder in (one, other)]
+        assert dict(map(tuple, steps_of(left, rank))) == dict(map(tuple, steps_of(right, rank)))
+        weights = [torch.load(folder / f"weights{rank}", weights_only=True) for folder in (left, right)]
         assert_same_tensors(*weights)
 
 
@@ -472,10 +472,10 @@ def test_a_step_of_slurm_has_ranks_and_meets_at_its_first_node() -> None:
 
 
 def test_ranks_of_mpi_meet_on_their_machine_or_at_the_address_that_is_given() -> None:
-    found = ranks_environment(OPEN_MPI | SLURM)  # mpirun inside of a job of Slurm
-    assert (found["RANK"], found["WORLD_SIZE"], found["MASTER_ADDR"]) == ("1", "2", "127.0.0.1")
-    found = ranks_environment(INTEL | {"MASTER_ADDR": "a", "MASTER_PORT": "1"})
-    assert [*found.values()] == ["2", "4", "0", "2", "a", "1"]
+    environment = ranks_environment(OPEN_MPI | SLURM)  # mpirun inside of a job of Slurm
+    assert (environment["RANK"], environment["WORLD_SIZE"], environment["MASTER_ADDR"]) == ("1", "2", "127.0.0.1")
+    environment = ranks_environment(INTEL | {"MASTER_ADDR": "a", "MASTER_PORT": "1"})
+    assert [*environment.values()] == ["2", "4", "0", "2", "a", "1"]
     with pytest.raises(ConfigError, match="mpirun has started 4 ranks on several machines, and MASTER_ADDR does not"):
         ranks_environment(INTEL)
     # srun sets two of the variables, for programs of MPI.
@@ -526,7 +526,7 @@ def test_a_deepspeed_env_has_variables_as_they_are_written() -> None:
 
 
 @pytest.mark.parametrize(
-    ("line", "got"),
+    ("line", "words"),
     [
         ("export B=hunter2", "'export B' before the value"),
         ("hunter2", "7 characters without ="),
@@ -534,8 +534,8 @@ def test_a_deepspeed_env_has_variables_as_they_are_written() -> None:
         ("B-C=hunter2", "'B-C' before the value"),
     ],
 )
-def test_a_line_of_a_deepspeed_env_that_is_wrong_is_named_without_its_value(line: str, got: str) -> None:
-    with pytest.raises(UsageError, match=f"file:2: expected a line NAME=value, got {got}") as error:
+def test_a_line_of_a_deepspeed_env_that_is_wrong_is_named_without_its_value(line: str, words: str) -> None:
+    with pytest.raises(UsageError, match=f"file:2: expected a line NAME=value, got {words}") as error:
         parse_environment_file(f"A=1\n{line}\n", "file")
     assert "hunter2" not in str(error.value)
 

@@ -124,8 +124,8 @@ def test_hosts_that_restart_meet_at_the_first_by_c10d() -> None:
     secrets = [command.first_input for command in commands(HOSTS, max_restarts=2, num_gpus=1)]
     assert all(text.endswith("export OFFLOAD_LAUNCH_SECRET=hush\n") for text in secrets)
     own = {"environ": {"OFFLOAD_LAUNCH_SECRET": "hush"}}
-    (one,) = commands(HOSTS, max_restarts=2, no_ssh=True, node_rank=1, **own)
-    assert one.environment["OFFLOAD_LAUNCH_SECRET"] == "hush" and "hush" not in str(one)
+    (launch,) = commands(HOSTS, max_restarts=2, no_ssh=True, node_rank=1, **own)
+    assert launch.environment["OFFLOAD_LAUNCH_SECRET"] == "hush" and "hush" not in str(launch)
 
 
 def test_without_ssh_each_host_has_its_own_command() -> None:

@@ -62,17 +62,17 @@ def no_sync_with_steps(engine: offload.Engine, job: Job, step: int) -> None:
 @pytest.mark.parametrize("loop", [as_accelerate, as_ddp, no_sync_with_steps])
 @pytest.mark.parametrize("placement", [MEMORY, DISK])
 def test_the_caller_of_a_boundary_changes_no_bit(loop: Loop, placement: tuple[str, str], tmp_path: Path) -> None:
-    found = []
+    results = []
     for how in (counted, loop):
         engine = start(JOB, placement, tmp_path)
         for step in range(3):
             how(engine, JOB, step)
         assert (engine.global_steps, engine.micro_steps, engine.global_samples) == (3, 12, 12)
-        found.append((engine.get_global_grad_norm(), weights_of(engine)))
+        results.append((engine.get_global_grad_norm(), weights_of(engine)))
         engine.destroy(remove=True)
-    (norm, weights), (other_norm, others) = found
+    (norm, weights), (other_norm, other_weights) = results
     assert norm == other_norm
-    assert_same_tensors(weights, others)
+    assert_same_tensors(weights, other_weights)
 
 
 @pytest.mark.sample(1)
@@ -80,7 +80,7 @@ def test_the_caller_of_a_boundary_changes_no_bit(loop: Loop, placement: tuple[st
 @pytest.mark.numeric
 def test_any_split_of_a_batch_gives_the_same_step(dtype: str, tmp_path: Path) -> None:
     rows = [models.tokens(step, 0, (8, 16), 61) for step in range(3)]
-    found = []
+    results = []
     for parts in (1, 2, 4, 8):
         job = JOB._replace(accumulation=parts, dtype=dtype, lr=1e-2)
         engine = start(job, DISK, tmp_path)
@@ -89,12 +89,12 @@ def test_any_split_of_a_batch_gives_the_same_step(dtype: str, tmp_path: Path) ->
                 engine.backward(models.token_loss(engine(ids), ids))
                 engine.step()
         assert engine.global_steps == 3
-        found.append((engine.get_global_grad_norm(), weights_of(engine)))
+        results.append((engine.get_global_grad_norm(), weights_of(engine)))
         engine.destroy(remove=True)
     job = JOB._replace(dtype=dtype, lr=1e-2, steps=3)
-    for norm, weights in found[1:]:
-        rounding_bounds.same_norms([norm], [found[0][0]], job)
-        rounding_bounds.same_weights(weights, found[0][1], job, reordered=True)
+    for norm, weights in results[1:]:
+        rounding_bounds.same_norms([norm], [results[0][0]], job)
+        rounding_bounds.same_weights(weights, results[0][1], job, reordered=True)
 
 
 def test_the_word_of_the_user_holds_until_the_next(tmp_path: Path) -> None:

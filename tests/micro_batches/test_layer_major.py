@@ -97,6 +97,33 @@ def test_one_forward_shows_that_micro_batches_may_take_turns(caches: bool, tmp_p
     assert orders == [one_by_one if caches else behind_one, turns]
 
 
+@pytest.mark.parametrize("schedule", ["auto", "layer_major"])
+def test_a_hook_of_the_user_keeps_the_plain_order_from_the_first_step_on_unless_turns_are_asked_for_by_name(
+    schedule: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    features: list[torch.Tensor] = []
+
+    def model() -> nn.Module:
+        blocks = nn.Sequential(*(nn.Linear(8, 8) for _ in range(3)))
+        blocks[0].register_forward_hook(lambda module, args, output: features.append(output.detach().clone()))
+        return blocks
+
+    def loss(model: nn.Module, step: int, micro: int) -> torch.Tensor:
+        output = model(torch.full((2, 8), micro + 1.0))
+        apart.append(len(features) == step * 3 + micro + 1)
+        return output.sum()
+
+    apart: list[bool] = []
+    job = Job(model, loss, accumulation=3)
+    engine = start(job, ("nvme", "nvme"), tmp_path, schedule=schedule, activations="nvme")
+    assert engine.schedule == LAYER_MAJOR
+    for step in range(2):
+        accumulated_step(engine, job, step)
+    engine.destroy(remove=True)
+    assert all(apart) is (schedule == "auto")
+    assert caplog.text.count("a forward hook of yours on 0 may keep values between two blocks") == 1
+
+
 class Keeping(nn.Linear):
     """A block that stores a value in each forward while `keeps` is true."""
 
@@ -154,9 +181,9 @@ def train(
 ) -> tuple[list[float], dict[str, torch.Tensor]]:
     engine = start_ranks(job, ("nvme", "nvme"), folder, schedule=schedule, **options)
     losses = [accumulated_step(engine, job, step) for step in range(job.steps)]
-    found = losses, weights_of(engine)
+    result = losses, weights_of(engine)
     engine.destroy(remove=True)
-    return found
+    return result
 
 
 @pytest.mark.slow
@@ -168,9 +195,9 @@ def test_two_ranks_have_the_same_bits(ranks: RankPool, dtype: str, options: dict
     plain = ranks.run(train, job._replace(stage=1), tmp_path / "sums", "micro_batch_major", options)
     for stage in (2, 3):
         in_turns = ranks.run(train, job._replace(stage=stage), tmp_path / str(stage), "layer_major", options)
-        for one, other in zip(plain, in_turns, strict=True):
-            assert one[0] == other[0]
-            assert_same_tensors(one[1], other[1])
+        for left, right in zip(plain, in_turns, strict=True):
+            assert left[0] == right[0]
+            assert_same_tensors(left[1], right[1])
 
 
 GIB = 1 << 30
@@ -187,8 +214,8 @@ PAYS: dict[str, Any] = {
 """A run for which layer-major pays and fits."""
 
 
-def chosen(**other: Any) -> ScheduleChoice:
-    return choose_schedule(**{**PAYS, **other})
+def chosen(**changes: Any) -> ScheduleChoice:
+    return choose_schedule(**{**PAYS, **changes})
 
 
 def test_layer_major_is_taken_where_it_saves_transfers_and_fits() -> None:
@@ -196,7 +223,7 @@ def test_layer_major_is_taken_where_it_saves_transfers_and_fits() -> None:
 
 
 @pytest.mark.parametrize(
-    ("other", "reason"),
+    ("changes", "reason"),
     [
         ({"micro_batches": 1}, "a step has one micro-batch, so both orders are the same"),
         ({"blocks": 0}, "the model is no chain of repeated blocks"),
@@ -221,8 +248,8 @@ def test_layer_major_is_taken_where_it_saves_transfers_and_fits() -> None:
         ),
     ],
 )
-def test_a_reason_says_why_auto_takes_the_other_order(other: dict[str, Any], reason: str) -> None:
-    assert chosen(**other) == ScheduleChoice(MICRO_BATCH_MAJOR, reason)
+def test_a_reason_says_why_auto_takes_the_other_order(changes: dict[str, Any], reason: str) -> None:
+    assert chosen(**changes) == ScheduleChoice(MICRO_BATCH_MAJOR, reason)
 
 
 @pytest.mark.parametrize("unknown", ["activation_nbytes", "free_nbytes"])
@@ -252,7 +279,7 @@ def test_a_wish_is_granted_where_the_model_allows_it(
     activation_nbytes: int | None,
     free_nbytes: int | None,
 ) -> None:
-    found = choose_schedule(
+    choice = choose_schedule(
         asked=asked,
         micro_batches=micro_batches,
         blocks=blocks,
@@ -265,10 +292,10 @@ def test_a_wish_is_granted_where_the_model_allows_it(
     )
     possible = micro_batches > 1 and blocks > 1
     if asked != "auto":
-        assert found.schedule == (asked if possible else MICRO_BATCH_MAJOR)
-    assert found.schedule == MICRO_BATCH_MAJOR or (possible and (moves or sends or asked == LAYER_MAJOR))
-    assert not found.after_a_step or (learns and asked == "auto" and found.schedule == LAYER_MAJOR)
-    assert found.reason and not found.reason.endswith(".") and "\n" not in found.reason
+        assert choice.schedule == (asked if possible else MICRO_BATCH_MAJOR)
+    assert choice.schedule == MICRO_BATCH_MAJOR or (possible and (moves or sends or asked == LAYER_MAJOR))
+    assert not choice.after_a_step or (learns and asked == "auto" and choice.schedule == LAYER_MAJOR)
+    assert choice.reason and not choice.reason.endswith(".") and "\n" not in choice.reason
 
 
 def test_beside_weights_that_stay_layer_major_sends_gradients_once_where_activations_fit() -> None:
@@ -384,9 +411,9 @@ def test_parameters_of_several_modules_are_counted_once_where_they_are_trained()
     ],
 )
 def test_auto_counts_them_for_each_micro_batch(job: Job, full: bool, schedule: str, tmp_path: Path) -> None:
-    each, total = 128 * 64 * torch.float32.itemsize, mem_get_info()[1]
+    table_nbytes, total = 128 * 64 * torch.float32.itemsize, mem_get_info()[1]
     # In half of all memory, or in an eighth: some is in use, and that of activations and of the budget is left out.
-    accumulation = total // each // (2 if full else 8) + 2
+    accumulation = total // table_nbytes // (2 if full else 8) + 2
     engine = start(job._replace(accumulation=accumulation), ("cpu", "cpu"), tmp_path, activations="cpu")
     try:
         assert engine.device.type == "test" and engine.schedule == schedule

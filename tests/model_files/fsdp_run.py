@@ -76,7 +76,7 @@ class Training:
         if sharded:
             mesh = init_device_mesh("cpu", (dist.get_world_size(),))
             # Rows of a tensor are shared out, or columns where there are any.
-            place = (lambda each: torch.distributed.tensor.Shard(min(cut, each.dim() - 1))) if cut else None
+            place = (lambda tensor: torch.distributed.tensor.Shard(min(cut, tensor.dim() - 1))) if cut else None
             for layer in model.layers:
                 fully_shard(layer, mesh=mesh, shard_placement_fn=place)
             fully_shard(model, mesh=mesh)
@@ -85,15 +85,15 @@ class Training:
 
     def losses(self, steps: range) -> list[float]:
         """Trains the steps and returns their losses."""
-        found = []
+        losses = []
         for step in steps:
             loss = self.model(batch(step))
             loss.backward()
             self.optimizer.step()
             self.schedule.step()
             self.optimizer.zero_grad()
-            found.append(loss.item())
-        return found
+            losses.append(loss.item())
+        return losses
 
     def state(self, flat: bool) -> dict[str, Any]:
         """Returns the state dict, with a flattened optimizer if `flat`."""

@@ -39,9 +39,9 @@ def test_weights_depend_on_the_seed_alone(job: Job, tmp_path: Path) -> None:
     first = _weights(job, ("none", "none"), tmp_path)
     torch.manual_seed(5)
     again = _weights(job, ("nvme", "nvme"), tmp_path)
-    other = _weights(job, ("none", "none"), tmp_path, seed=1)
+    other_weights = _weights(job, ("none", "none"), tmp_path, seed=1)
     assert_same_tensors(first, again)
-    assert any(not torch.equal(first[name], other[name]) for name in first)
+    assert any(not torch.equal(first[name], other_weights[name]) for name in first)
 
 
 def test_ties_and_buffers_stay() -> None:
@@ -242,15 +242,17 @@ def begins_with(name: str, settings: Any, folder: Path) -> dict[str, torch.Tenso
 
 
 def assert_begins_as_plain(name: str, settings: Any, folder: Path) -> None:
-    one, other = (tensors_of(built(name, settings, seed)) for seed in (1, 2))
-    found = begins_with(name, settings, folder)
-    for each, values in one.items():
-        shared = (values == other[each]) | (values.isnan() & other[each].isnan())
+    left, right = (tensors_of(built(name, settings, seed)) for seed in (1, 2))
+    weights = begins_with(name, settings, folder)
+    for name_of_weight, values in left.items():
+        shared = (values == right[name_of_weight]) | (values.isnan() & right[name_of_weight].isnan())
         # Of random values a few may be equal by chance.
         if float(shared.float().mean()) > 0.01:
-            assert torch.equal(found[each][shared].nan_to_num(), values[shared].nan_to_num()), each
+            assert torch.equal(weights[name_of_weight][shared].nan_to_num(), values[shared].nan_to_num()), (
+                name_of_weight
+            )
         if int((~shared).sum()) > 1000 and values.is_floating_point():
-            assert 0.8 < float(found[each][~shared].std() / values[~shared].std()) < 1.25, each
+            assert 0.8 < float(weights[name_of_weight][~shared].std() / values[~shared].std()) < 1.25, name_of_weight
 
 
 @pytest.mark.sample(1)
@@ -289,9 +291,9 @@ def _begins_with(model: Callable[[], nn.Module], folder: Path) -> dict[str, torc
 
 @pytest.mark.parametrize("kind", [nn.RNN, nn.LSTM, nn.GRU])
 def test_recurrent_modules_begin_as_in_torch(kind: Callable[..., nn.Module], tmp_path: Path) -> None:
-    found = _begins_with(lambda: nn.Sequential(kind(8, 8, num_layers=2)), tmp_path)
+    weights = _begins_with(lambda: nn.Sequential(kind(8, 8, num_layers=2)), tmp_path)
     torch.manual_seed(0)  # the seed of the first unit
-    assert_same_tensors(found, nn.Sequential(kind(8, 8, num_layers=2)).state_dict())
+    assert_same_tensors(weights, nn.Sequential(kind(8, 8, num_layers=2)).state_dict())
 
 
 def test_weights_of_recurrent_modules_are_written_by_hand(tmp_path: Path) -> None:
@@ -302,11 +304,11 @@ def test_weights_of_recurrent_modules_are_written_by_hand(tmp_path: Path) -> Non
         nn.init.orthogonal_(gru.weight_hh_l0)
         return nn.Sequential(gru)
 
-    found = _begins_with(model, tmp_path)
-    square = found["0.weight_hh_l0"].t() @ found["0.weight_hh_l0"]
+    weights = _begins_with(model, tmp_path)
+    square = weights["0.weight_hh_l0"].t() @ weights["0.weight_hh_l0"]
     assert torch.allclose(square, torch.eye(4), atol=1e-5)
-    assert bool((found["0.weight_ih_l0"] == 3).all())
-    assert 5 <= float(found["0.bias_hh_l0"].min()) and float(found["0.bias_hh_l0"].max()) <= 6
+    assert bool((weights["0.weight_ih_l0"] == 3).all())
+    assert 5 <= float(weights["0.bias_hh_l0"].min()) and float(weights["0.bias_hh_l0"].max()) <= 6
 
 
 class Head(nn.Module):
@@ -321,10 +323,10 @@ class Head(nn.Module):
 
 
 def test_the_bias_of_a_tied_head_has_the_range_of_torch(tmp_path: Path) -> None:
-    found = _begins_with(Head, tmp_path)
-    bias = found["head.bias"]
+    weights = _begins_with(Head, tmp_path)
+    bias = weights["head.bias"]
     assert 0.24 < float(bias.max()) <= 0.25 and -0.25 <= float(bias.min()) < -0.24
-    assert torch.equal(found["head.weight"], found["embedding.weight"])
+    assert torch.equal(weights["head.weight"], weights["embedding.weight"])
 
 
 def _weight_norm() -> nn.Module:
@@ -420,18 +422,18 @@ class Overwritten(ByReset):
 
 @pytest.mark.parametrize("model", [ByReset, ByName, ByVisit, ByCopy])
 def test_what_a_module_writes_into_others_below_it_is_kept(model: Callable[[], nn.Module], tmp_path: Path) -> None:
-    found = _begins_with(model, tmp_path)
+    weights = _begins_with(model, tmp_path)
     prefix = "part." if model is ByCopy else ""
-    assert torch.equal(found[f"{prefix}layers.1.weight"], _table())
-    assert bool((found[f"{prefix}head.weight"][1] == -2.5).all())
-    others = found[f"{prefix}layers.0.weight"]
-    assert bool((others == -2.5).all()) if model is ByVisit else 0 < float(others.abs().max()) <= 8**-0.5
+    assert torch.equal(weights[f"{prefix}layers.1.weight"], _table())
+    assert bool((weights[f"{prefix}head.weight"][1] == -2.5).all())
+    rest = weights[f"{prefix}layers.0.weight"]
+    assert bool((rest == -2.5).all()) if model is ByVisit else 0 < float(rest.abs().max()) <= 8**-0.5
 
 
 def test_the_last_initializer_counts(tmp_path: Path) -> None:
-    found = _begins_with(Overwritten, tmp_path)
-    assert 0 < float(found["layers.1.weight"].abs().max()) <= 8**-0.5
-    assert bool((found["head.weight"][1] == -2.5).all())
+    weights = _begins_with(Overwritten, tmp_path)
+    assert 0 < float(weights["layers.1.weight"].abs().max()) <= 8**-0.5
+    assert bool((weights["head.weight"][1] == -2.5).all())
 
 
 def test_what_a_function_of_the_script_writes_is_kept(tmp_path: Path) -> None:
@@ -439,21 +441,21 @@ def test_what_a_function_of_the_script_writes_is_kept(tmp_path: Path) -> None:
         if isinstance(module, nn.Linear):
             nn.init.constant_(module.weight, 1.5)
 
-    found = _begins_with(lambda: Parent().apply(init_weights), tmp_path)
+    weights = _begins_with(lambda: Parent().apply(init_weights), tmp_path)
     assert all(
-        bool((value == 1.5).all()) for name, value in found.items() if name in ("layers.0.weight", "head.weight")
+        bool((value == 1.5).all()) for name, value in weights.items() if name in ("layers.0.weight", "head.weight")
     )
 
 
 def test_a_transformer_of_torch_begins_as_in_torch(tmp_path: Path) -> None:
     """Its constructor draws all matrices of its layers anew, which are much wider than those of a Linear."""
     plain = nn.Transformer(32, 4, 2, 2, 256, batch_first=True).state_dict()
-    found = _begins_with(lambda: nn.Transformer(32, 4, 2, 2, 256, batch_first=True), tmp_path)
+    weights = _begins_with(lambda: nn.Transformer(32, 4, 2, 2, 256, batch_first=True), tmp_path)
     for name, values in plain.items():
         bound = (6 / sum(values.shape)) ** 0.5 if values.dim() > 1 else 1.0
-        assert float(found[name].abs().max()) <= bound, name
+        assert float(weights[name].abs().max()) <= bound, name
         if values.dim() > 1:
-            assert float(found[name].abs().max()) > 0.95 * bound, name
+            assert float(weights[name].abs().max()) > 0.95 * bound, name
 
 
 def test_values_that_are_computed_from_another_unit_are_an_error(tmp_path: Path) -> None:

@@ -148,15 +148,15 @@ def test_what_a_constructor_writes_by_hand(tmp_path: Path) -> None:
     with offload.init():
         model = Written(table)
     assert all(isinstance(layer.bias, DeferredParameter) for layer in model.layers), "what nobody wrote is made later"
-    found = begins_with(model, tmp_path)
-    weights = [found[f"layers.{layer}.weight"] for layer in range(7)]
-    assert torch.equal(found["embedding.weight"], table)
+    begun = begins_with(model, tmp_path)
+    weights = [begun[f"layers.{layer}.weight"] for layer in range(7)]
+    assert torch.equal(begun["embedding.weight"], table)
     assert bool((weights[0] == 1).all()) and bool((weights[2] == 2).all())
     assert 4 <= float(weights[1].min()) and float(weights[1].max()) <= 6
     assert float(weights[3].abs().max()) > 10 and abs(float(weights[4].mean()) - 6) < 0.1
     assert torch.allclose(weights[5] @ weights[5].t(), torch.eye(4), atol=1e-5)
     assert bool((weights[6][1] == 7).all()) and int(weights[6].count_nonzero()) == 4
-    assert bool(found["layers.0.bias"].isfinite().all()) and bool(found["layers.0.bias"].any())
+    assert bool(begun["layers.0.bias"].isfinite().all()) and bool(begun["layers.0.bias"].any())
 
 
 @pytest.mark.parametrize(
@@ -378,20 +378,20 @@ class Pair(nn.Module):
         return result
 
 
-def _copied_and_drawn_again(one: nn.Linear, other: nn.Linear) -> None:
-    other.load_state_dict(one.state_dict())
-    other.reset_parameters()
+def _copied_and_drawn_again(left: nn.Linear, right: nn.Linear) -> None:
+    right.load_state_dict(left.state_dict())
+    right.reset_parameters()
 
 
-def _copied_before_the_source_is_drawn_again(one: nn.Linear, other: nn.Linear) -> None:
-    values = one.weight.data.clone()
-    one.reset_parameters()
-    other.weight.data = values
+def _copied_before_the_source_is_drawn_again(left: nn.Linear, right: nn.Linear) -> None:
+    values = left.weight.data.clone()
+    left.reset_parameters()
+    right.weight.data = values
 
 
-def _copied_and_orthogonal(one: nn.Linear, other: nn.Linear) -> None:
-    other.load_state_dict(one.state_dict())
-    nn.init.orthogonal_(other.weight)
+def _copied_and_orthogonal(left: nn.Linear, right: nn.Linear) -> None:
+    right.load_state_dict(left.state_dict())
+    nn.init.orthogonal_(right.weight)
 
 
 @pytest.mark.parametrize(
@@ -403,42 +403,42 @@ def test_a_parameter_that_is_drawn_again_is_no_copy_any_more(change: Callable[..
 
 
 def test_a_copy_of_values_written_by_hand_has_them(tmp_path: Path) -> None:
-    def change(one: nn.Linear, other: nn.Linear) -> None:
-        early = one.weight.data
-        nn.init.constant_(one.weight, 3.0)
-        other.weight.copy_(early)
+    def change(left: nn.Linear, right: nn.Linear) -> None:
+        early = left.weight.data
+        nn.init.constant_(left.weight, 3.0)
+        right.weight.copy_(early)
 
     weights = _begins_with(lambda: Pair(change), ("nvme", "nvme"), tmp_path)
     assert bool((weights["other.weight"] == 3).all())
 
 
-def _parameter_of_data(one: Any, other: Any) -> None:
-    other.weight = nn.Parameter(one.weight.data)
+def _parameter_of_data(left: Any, right: Any) -> None:
+    right.weight = nn.Parameter(left.weight.data)
 
 
-def _parameter_of_a_product(one: Any, other: Any) -> None:
-    other.weight = nn.Parameter(one.weight.detach() * 0.5)
+def _parameter_of_a_product(left: Any, right: Any) -> None:
+    right.weight = nn.Parameter(left.weight.detach() * 0.5)
 
 
-def _shared_data(one: Any, other: Any) -> None:
-    other.weight.data = one.weight.data
+def _shared_data(left: Any, right: Any) -> None:
+    right.weight.data = left.weight.data
 
 
-def _transposed_data(one: Any, other: Any) -> None:
-    other.weight.data = one.weight.data.t()
+def _transposed_data(left: Any, right: Any) -> None:
+    right.weight.data = left.weight.data.t()
 
 
-def _changed_clone(one: Any, other: Any) -> None:
-    other.weight.data = one.weight.data.clone().mul_(2)
+def _changed_clone(left: Any, right: Any) -> None:
+    right.weight.data = left.weight.data.clone().mul_(2)
 
 
 @pytest.mark.parametrize(
     "change",
     [
-        lambda one, other: other.weight.copy_(one.weight * 2),
-        lambda one, other: other.weight.copy_(one.weight.t()),
-        lambda one, other: other.weight.copy_(one.bias),
-        lambda one, other: torch._foreach_copy_([other.weight], [one.weight * 2]),
+        lambda left, right: right.weight.copy_(left.weight * 2),
+        lambda left, right: right.weight.copy_(left.weight.t()),
+        lambda left, right: right.weight.copy_(left.bias),
+        lambda left, right: torch._foreach_copy_([right.weight], [left.weight * 2]),
         _parameter_of_data,
         _parameter_of_a_product,
         _shared_data,
@@ -470,8 +470,8 @@ def test_a_copy_that_nobody_could_draw_is_an_error(tmp_path: Path) -> None:
 
 
 def test_a_parameter_made_anew_of_its_own_data_is_drawn(tmp_path: Path) -> None:
-    def change(one: Any, other: Any) -> None:
-        other.weight = nn.Parameter(other.weight.data, requires_grad=False)
+    def change(left: Any, right: Any) -> None:
+        right.weight = nn.Parameter(right.weight.data, requires_grad=False)
 
     weights = _begins_with(lambda: Pair(change), ("nvme", "nvme"), tmp_path)
     assert bool(weights["other.weight"].any())

@@ -37,13 +37,13 @@ def start(folder: Path, grouped: bool = False) -> offload.Engine:
 
 
 def losses(engine: offload.Engine, steps: range) -> list[float]:
-    found = []
+    losses = []
     for step in steps:
         loss = engine(batch(step))
         engine.backward(loss)
         engine.step()
-        found.append(loss.item())
-    return found
+        losses.append(loss.item())
+    return losses
 
 
 def run(*arguments: object) -> Any:
@@ -118,14 +118,14 @@ def engine(tmp_path_factory: pytest.TempPathFactory) -> Any:
 
 def about(folder: Path, change: Callable[[Any], None]) -> None:
     """Changes the metadata of a folder."""
-    found = pickle.loads((folder / ".metadata").read_bytes())
-    change(found)
-    (folder / ".metadata").write_bytes(pickle.dumps(found))
+    metadata = pickle.loads((folder / ".metadata").read_bytes())
+    change(metadata)
+    (folder / ".metadata").write_bytes(pickle.dumps(metadata))
 
 
 def test_code_in_the_metadata_is_not_executed(engine: offload.Engine, plain: Path, tmp_path: Path) -> None:
     folder = Path(shutil.copytree(plain, tmp_path / "saved"))
-    about(folder, lambda found: setattr(found, "version", Code(tmp_path / "executed")))
+    about(folder, lambda metadata: setattr(metadata, "version", Code(tmp_path / "executed")))
     engine.load_checkpoint(folder)
     assert not (tmp_path / "executed").exists()
     pickle.loads((folder / ".metadata").read_bytes())
@@ -139,8 +139,8 @@ def spoil_length(folder: Path) -> None:
 
 def spoil_byte(folder: Path) -> None:
     """Changes a weight."""
-    found = pickle.loads((folder / ".metadata").read_bytes())
-    place = next(place for index, place in found.storage_data.items() if index.fqn == "model.words.weight")
+    metadata = pickle.loads((folder / ".metadata").read_bytes())
+    place = next(place for index, place in metadata.storage_data.items() if index.fqn == "model.words.weight")
     file = folder / place.relative_path
     data = bytearray(file.read_bytes())
     data[place.offset + place.length // 2] ^= 4
@@ -148,32 +148,32 @@ def spoil_byte(folder: Path) -> None:
 
 
 def spoil_chunk(folder: Path) -> None:
-    def repeat(found: Any) -> None:
-        chunks = found.state_dict_metadata["model.words.weight"].chunks
+    def repeat(metadata: Any) -> None:
+        chunks = metadata.state_dict_metadata["model.words.weight"].chunks
         chunks.append(chunks[0])
 
     about(folder, repeat)
 
 
 def spoil_path(folder: Path) -> None:
-    def leave(found: Any) -> None:
-        for place in found.storage_data.values():
+    def leave(metadata: Any) -> None:
+        for place in metadata.storage_data.values():
             place.relative_path = f"../{place.relative_path}"
 
     about(folder, leave)
 
 
 def spoil_form(folder: Path) -> None:
-    def compress(found: Any) -> None:
-        for place in found.storage_data.values():
+    def compress(metadata: Any) -> None:
+        for place in metadata.storage_data.values():
             place.transform_descriptors = ["zstd"]
 
     about(folder, compress)
 
 
 def spoil_names(folder: Path) -> None:
-    def rename(found: Any) -> None:
-        found.planner_data["model.words.weight"] = ("elsewhere", "words.weight")
+    def rename(metadata: Any) -> None:
+        metadata.planner_data["model.words.weight"] = ("elsewhere", "words.weight")
 
     about(folder, rename)
 

@@ -71,9 +71,9 @@ def test_transformers_loads_it_and_gives_the_same_logits(job: Job, dtype: str, t
 def test_persistent_buffers_come_along(tmp_path: Path) -> None:
     state = ended(RESNET, tmp_path / "swap")
     exported(tmp_path / "swap" / "default", tmp_path / "out")
-    found = tensors(tmp_path / "out")
-    assert found.keys() == state.keys() and any("running_mean" in name for name in found)
-    assert_same_tensors(found, state)
+    written = tensors(tmp_path / "out")
+    assert written.keys() == state.keys() and any("running_mean" in name for name in written)
+    assert_same_tensors(written, state)
     loaded = transformers.ResNetForImageClassification.from_pretrained(tmp_path / "out")
     assert_same_tensors(loaded.state_dict(), state)
 
@@ -83,15 +83,15 @@ def masters(engine: offload.Engine) -> dict[str, torch.Tensor]:
     testing.settle(engine, commit=False)
     residents = testing.inspect(engine).residents
     state = engine.module.state_dict()
-    found: dict[str, torch.Tensor] = {}
+    masters: dict[str, torch.Tensor] = {}
     for unit, layout in enumerate(testing.inspect(engine).layouts):
         for segment in layout.segments:
             weight = state[segment.name].clone().view(-1)
-            found[segment.name] = weight.float().view(segment.shape)
+            masters[segment.name] = weight.float().view(segment.shape)
             if segment.trainable:
                 residual = residents[unit, State.MASTER_LOW_BITS][segment.start : segment.stop].clone()
-                kernels.join_master(weight, residual, found[segment.name].view(-1))
-    return found
+                kernels.join_master(weight, residual, masters[segment.name].view(-1))
+    return masters
 
 
 @pytest.mark.sample(1)
@@ -104,14 +104,14 @@ def test_fp32_gives_the_exact_masters(name: str, tmp_path: Path) -> None:
     assert any(not torch.equal(expected[n], weights[n].float()) for n in expected), "there is something to join"
     engine.destroy()
     export_report = exported(tmp_path / "swap" / "default", tmp_path / "out", "--dtype", name)
-    found = tensors(tmp_path / "out")
+    written = tensors(tmp_path / "out")
     want = {n: value.half() for n, value in expected.items()} if name == "fp16" else expected
     want = weights if name == "bf16" else want
-    assert export_report["dtype"] == name and found.keys() == want.keys()
-    assert_same_tensors(found, want)
+    assert export_report["dtype"] == name and written.keys() == want.keys()
+    assert_same_tensors(written, want)
     assert (
         json.loads((tmp_path / "out" / "config.json").read_text())["dtype"]
-        == str(found[n0 := next(iter(found))].dtype)[6:]
+        == str(written[n0 := next(iter(written))].dtype)[6:]
     ), n0
 
 
@@ -137,8 +137,8 @@ def test_shards_and_their_index(tmp_path: Path) -> None:
         "model.safetensors.index.json",
     }
     index = json.loads((tmp_path / "out" / "model.safetensors.index.json").read_text())
-    found = tensors(tmp_path / "out")
-    assert index["metadata"]["total_size"] == sum(t.nbytes for t in found.values()) == export_report["nbytes"]
+    written = tensors(tmp_path / "out")
+    assert index["metadata"]["total_size"] == sum(t.nbytes for t in written.values()) == export_report["nbytes"]
     for name, file in index["weight_map"].items():
         assert torch.equal(safetensors.torch.load_file(tmp_path / "out" / file)[name], state[name])
     for file in files:
@@ -161,9 +161,9 @@ def test_the_shards_of_all_ranks_are_merged(ranks: RankPool, tmp_path: Path) -> 
     state = ranks.run(_on_ranks, models.MIXTURE._replace(dtype="bf16"), tmp_path / "swap")[0]
     run_folder = tmp_path / "swap" / "default"
     exported(run_folder, tmp_path / "out")
-    found = tensors(tmp_path / "out")
+    written = tensors(tmp_path / "out")
     del state["head.weight"]  # tied
-    assert_same_tensors(state, found)
+    assert_same_tensors(state, written)
     # One rank that was killed after its commit is one ahead: what all hold is what counts.
     result = CliRunner().invoke(app, ["verify", str(run_folder), "--json"])
     assert result.exit_code == 0 and len(json.loads(result.stdout)["ranks"]) == 2
@@ -174,7 +174,7 @@ def test_the_shards_of_all_ranks_are_merged(ranks: RankPool, tmp_path: Path) -> 
         file.write(bytes(4096))
     export_report = exported(run_folder, tmp_path / "before")
     assert export_report["epoch"] == 1
-    assert any(not torch.equal(value, found[name]) for name, value in tensors(tmp_path / "before").items())
+    assert any(not torch.equal(value, written[name]) for name, value in tensors(tmp_path / "before").items())
     shutil.rmtree(run_folder / "rank1")
     result = run(run_folder, tmp_path / "other")
     assert result.exit_code == 2 and "no folder of rank 1 of 2" in result.stderr
@@ -244,8 +244,8 @@ def test_beside_zero_too(kind: str, four: RankPool, tmp_path: Path) -> None:
     check(kind, four.run(save, kind, tmp_path), tmp_path)
 
 
-def check(kind: str, found: list[dict[str, torch.Tensor]], folder: Path) -> None:
-    weights = {name: value for each in found for name, value in each.items()}
+def check(kind: str, tensors_of_ranks: list[dict[str, torch.Tensor]], folder: Path) -> None:
+    weights = {name: value for each in tensors_of_ranks for name, value in each.items()}
     assert_same_tensors(read(folder / "model"), weights)
     assert_same_tensors(read(folder / "one"), weights)
     masters = read(folder / "small")

@@ -184,7 +184,7 @@ def test_each_byte_of_a_chunk_goes_to_its_place_in_each_file(
         for index in range(stop - first):
             assert buffer[at // 4 + index] is None, "pieces do not overlap"
             buffer[at // 4 + index] = start + first + index
-    found = {
+    contents = {
         FilePlace(run.place.file, run.place.offset + at): buffer[(run.at + at) // 4]
         for run in runs
         for at in range(0, run.nbytes, 4)
@@ -195,7 +195,7 @@ def test_each_byte_of_a_chunk_goes_to_its_place_in_each_file(
         for cut in plan.cuts[segment.name]
         for element in range(max(start, segment.start + cut.start), min(start + numel, segment.start + cut.stop))
     }
-    assert found == expected
+    assert contents == expected
     firsts = [run for run in runs if any(run.at <= at < run.at + run.nbytes for _, _, at in pieces)]
     assert bool(firsts) == bool(pieces) and all(run.at + run.nbytes <= room for run in runs)
     if len(runs) <= save._GAPS // PAGE and not written_twice:

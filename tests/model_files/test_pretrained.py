@@ -286,10 +286,10 @@ def test_a_copy_of_the_model_is_read_too(tmp_path: Path) -> None:
     """DPO's reference model: never one of random numbers."""
     given = written(tmp_path / "given", models.shallow())
     model = offload.load_pretrained(CAUSAL, tmp_path / "given")
-    other = copy.deepcopy(model)
-    assert other.lm_head.weight is other.transformer.wte.weight
-    for index, each in enumerate((model, other)):
-        state = engine_of(each, tmp_path / f"swap{index}", models.SHALLOW).module.state_dict()
+    duplicate = copy.deepcopy(model)
+    assert duplicate.lm_head.weight is duplicate.transformer.wte.weight
+    for index, copy_or_model in enumerate((model, duplicate)):
+        state = engine_of(copy_or_model, tmp_path / f"swap{index}", models.SHALLOW).module.state_dict()
         assert_same_tensors(state, given)
 
 
@@ -550,14 +550,14 @@ def test_a_transformers_that_does_not_tell_names_is_an_error_with_the_range(
 ) -> None:
     """The range of the package, which the page of installation has too."""
     root = ROOT
-    found = re.findall(r'"transformers(>=[\d.]+,<\d+)"', (root / "pyproject.toml").read_text())
-    assert len(found) == 3 and len(set(found)) == 1
-    oldest = found[0].partition(",")[0].removeprefix(">=")
+    matches = re.findall(r'"transformers(>=[\d.]+,<\d+)"', (root / "pyproject.toml").read_text())
+    assert len(matches) == 3 and len(set(matches)) == 1
+    oldest = matches[0].partition(",")[0].removeprefix(">=")
     assert f"transformers {oldest} or a later" in (root / "docs" / "install.md").read_text()
     written(tmp_path)
     monkeypatch.delattr("transformers.core_model_loading", raising=False)
     monkeypatch.setitem(sys.modules, "transformers.core_model_loading", None)  # transformers 4 has no such module
-    with pytest.raises(ConfigError, match=re.escape(f"pip install 'transformers{found[0]}'")):
+    with pytest.raises(ConfigError, match=re.escape(f"pip install 'transformers{matches[0]}'")):
         offload.load_pretrained(T.LlamaForCausalLM, tmp_path)
 
 

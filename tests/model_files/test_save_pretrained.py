@@ -64,12 +64,12 @@ def test_every_placement_gives_its_weights_and_masters(placement: tuple[str, str
     train_step(engine, job, 0)
     engine.save_pretrained(tmp_path / "out", dtype=dtype)
     wanted = {None: torch.bfloat16, "fp32": torch.float32, "fp16": torch.float16}.get(dtype, dtype)
-    found = all_tensors(tmp_path / "out")
+    tensors = all_tensors(tmp_path / "out")
     for name, parameter in engine.module.named_parameters():
         master = offload.safe_get_full_fp32_param(parameter)
         exact = engine.module.state_dict()[name] if wanted is torch.bfloat16 else master
-        assert exact is not None and torch.equal(found[name], exact.cpu().to(wanted)), name
-    assert found.keys() == set(engine.module.state_dict())
+        assert exact is not None and torch.equal(tensors[name], exact.cpu().to(wanted)), name
+    assert tensors.keys() == set(engine.module.state_dict())
     assert json.loads((tmp_path / "out" / "config.json").read_text())["dtype"] == str(wanted)[6:]
     engine.destroy(remove=True)
 
@@ -98,8 +98,8 @@ def test_a_tie_that_the_config_does_not_know_is_written_twice(tmp_path: Path) ->
     job = Job(tied_by_hand, models.language_loss)
     engine = start(job, ON_DISK, tmp_path / "swap")
     engine.save_pretrained(tmp_path / "out")
-    found = all_tensors(tmp_path / "out")
-    assert torch.equal(found["lm_head.weight"], found["model.embed_tokens.weight"])
+    tensors = all_tensors(tmp_path / "out")
+    assert torch.equal(tensors["lm_head.weight"], tensors["model.embed_tokens.weight"])
     engine.destroy(remove=True)
 
 
@@ -201,11 +201,11 @@ def test_save_16bit_model_writes_one_file(tmp_path: Path) -> None:
     assert engine.save_16bit_model(tmp_path / "out") is True
     assert engine.save_16bit_model(tmp_path / "out", "trained.safetensors", exclude_frozen_parameters=True)
     assert listed(tmp_path / "out") == {"model.safetensors", "trained.safetensors"}
-    found = safetensors.torch.load_file(tmp_path / "out" / "model.safetensors")
-    assert_same_tensors(found, state)
+    tensors = safetensors.torch.load_file(tmp_path / "out" / "model.safetensors")
+    assert_same_tensors(tensors, state)
     trains = {name for name, parameter in engine.module.named_parameters() if parameter.requires_grad}
-    found = safetensors.torch.load_file(tmp_path / "out" / "trained.safetensors")
-    assert_same_tensors(found, {name: state[name] for name in trains})
+    tensors = safetensors.torch.load_file(tmp_path / "out" / "trained.safetensors")
+    assert_same_tensors(tensors, {name: state[name] for name in trains})
     engine.save_pretrained(tmp_path / "whole", max_shard_size="50KB")
     before = listed(tmp_path / "whole")
     engine.save_16bit_model(tmp_path / "whole", "trained.safetensors", exclude_frozen_parameters=True)
@@ -252,8 +252,8 @@ def test_the_models_own_save_pretrained_gathers(engine: offload.Engine, tmp_path
     assert_same_tensors(ours, theirs)
     assert listed(tmp_path / "theirs") == listed(tmp_path / "ours")
     for name in ("config.json", "generation_config.json"):
-        one, other = (json.loads((tmp_path / folder / name).read_text()) for folder in ("theirs", "ours"))
-        assert one == other
+        left, right = (json.loads((tmp_path / folder / name).read_text()) for folder in ("theirs", "ours"))
+        assert left == right
 
 
 __all__ = ["engine"]
@@ -268,8 +268,8 @@ def test_files_of_others_stay_and_older_weights_go(engine: offload.Engine, tmp_p
     first = listed(out)
     assert len([name for name in first if name.startswith("model-")]) > 2
     engine.save_pretrained(out)
-    others = {"checkpoint-5", "checkpoint-5/model.safetensors", "notes.txt"}
-    assert listed(out) == NAMES | others
+    foreign = {"checkpoint-5", "checkpoint-5/model.safetensors", "notes.txt"}
+    assert listed(out) == NAMES | foreign
     assert (out / "checkpoint-5" / "model.safetensors").read_text() == (out / "notes.txt").read_text() == "dear"
     engine.save_pretrained(out, max_shard_size="50KB")
     assert listed(out) == first
@@ -471,8 +471,8 @@ def test_a_read_that_fails_leaves_none_in_flight(mode: str, tmp_path: Path, monk
     read, flying = LocalShards.read, list[Failing]()
 
     def fails(shards: LocalShards, *arguments: Any, **options: Any) -> list[Any]:
-        flying.extend(found := [Failing(future) for future in read(shards, *arguments, **options) for _ in range(2)])
-        return found
+        flying.extend(futures := [Failing(future) for future in read(shards, *arguments, **options) for _ in range(2)])
+        return futures
 
     with monkeypatch.context() as patch:
         testing.replace(patch, "state.read", fails)
@@ -607,10 +607,10 @@ def test_files_have_what_the_class_saves(model: str, monkeypatch: pytest.MonkeyP
     )  # some parts are in several chunks, some chunks in several parts
     monkeypatch.setattr(nn.Module, "state_dict", forbidden_of(engine.module))
     engine.save_pretrained(tmp_path / "ours", max_shard_size="20KB")
-    found: dict[str, torch.Tensor] = {}
+    saved: dict[str, torch.Tensor] = {}
     for path in (tmp_path / "ours").glob("*.safetensors"):
-        found |= safetensors.torch.load_file(path)
-    assert_same_tensors(found, expected)
+        saved |= safetensors.torch.load_file(path)
+    assert_same_tensors(saved, expected)
     monkeypatch.undo()
     engine.save_checkpoint(tmp_path / "saved")
     engine.destroy()
@@ -722,9 +722,9 @@ def test_files_of_a_family_are_those_of_transformers(model: Callable[[], Any], t
     exported(tmp_path / "swap" / "default", tmp_path / "out")
     assert_same_tensors(tensors(tmp_path / "out"), expected)
     again = offload.load_pretrained(type(engine.module), tmp_path / "out")
-    other = start(Job(lambda: again, loss, dtype="bf16"), ("none", "none"), tmp_path)
-    assert_same_tensors(other.module.state_dict(), type(again).from_pretrained(tmp_path / "theirs").state_dict())
-    other.destroy(remove=True)
+    other_engine = start(Job(lambda: again, loss, dtype="bf16"), ("none", "none"), tmp_path)
+    assert_same_tensors(other_engine.module.state_dict(), type(again).from_pretrained(tmp_path / "theirs").state_dict())
+    other_engine.destroy(remove=True)
 
 
 LAYERS_DISK = ("nvme", "nvme")
@@ -777,8 +777,8 @@ def test_a_shared_block_comes_back(way: Callable[[offload.Engine, Path], None], 
     expected = all_weights(engine)
     way(engine, tmp_path / "out")
     engine.destroy()
-    found = safetensors.torch.load_file(tmp_path / "out" / "model.safetensors")
-    assert set(found) == set(expected) - {"lm_head.weight"}, "the head alone is transformers' own tie"
+    tensors = safetensors.torch.load_file(tmp_path / "out" / "model.safetensors")
+    assert set(tensors) == set(expected) - {"lm_head.weight"}, "the head alone is transformers' own tie"
     assert_same_tensors(transformers.GPT2LMHeadModel.from_pretrained(tmp_path / "out").state_dict(), expected)
 
 
@@ -795,9 +795,9 @@ def test_a_shared_norm_comes_back_with_its_buffers(tmp_path: Path) -> None:
     assert_same_tensors(model.state_dict(), expected)
     # A folder has each tensor once, and their ties in its metadata. `safetensors.torch.load_model` takes the count of
     # batches of a shared BatchNorm for unexpected, in files of its own too.
-    file, other = tmp_path / "folder" / "model.safetensors", SharedNorm()
-    other.load_state_dict(safetensors.torch.load_file(file), strict=False)
-    assert_same_tensors(other.state_dict(), expected)
+    file, loaded = tmp_path / "folder" / "model.safetensors", SharedNorm()
+    loaded.load_state_dict(safetensors.torch.load_file(file), strict=False)
+    assert_same_tensors(loaded.state_dict(), expected)
     with safetensors.safe_open(file, "pt") as opened:
         again = {name for name in expected if name.startswith("again.")}
         assert set(opened.keys()) == expected.keys() - again and opened.metadata().keys() >= again

@@ -45,9 +45,9 @@ def _sum(engine: Any) -> float:
     return sum(float(value.double().sum()) for value in engine.module.state_dict().values())
 
 
-def each_step(one: Callable[[Any, Job, int], float]) -> Loop:
+def each_step(run_step: Callable[[Any, Job, int], float]) -> Loop:
     """Returns the loop of four steps: the value of each, and the sum of the weights."""
-    return lambda engine, job: [one(engine, job, step) for step in range(4)] + [_sum(engine)]
+    return lambda engine, job: [run_step(engine, job, step) for step in range(4)] + [_sum(engine)]
 
 
 def stepped(engine: Any, loss: torch.Tensor) -> float:
@@ -168,10 +168,10 @@ def hooked_modules(engine: Any, job: Job) -> list[float]:
         layer.register_full_backward_pre_hook(lambda module, outer: (outer[0] * 2,)),
         engine.module.register_forward_hook(lambda module, inputs, output: output * 1.5),
     ]
-    found = each_step(lambda engine, job, step: stepped(engine, job.loss(engine, step, 0)) + norms[-1])(engine, job)
+    losses = each_step(lambda engine, job, step: stepped(engine, job.loss(engine, step, 0)) + norms[-1])(engine, job)
     for handle in handles:
         handle.remove()
-    return found
+    return losses
 
 
 def _with_saved(hooks: Callable[[], Any]) -> Loop:
@@ -226,10 +226,10 @@ def drops_the_loss(engine: Any, job: Job, step: int) -> float:
     """The graph, and with it what a function keeps in `ctx`, is gone before the step."""
     loss = job.loss(engine, step, 0)
     engine.backward(loss)
-    found = float(loss.detach())
+    value = float(loss.detach())
     del loss
     engine.step()
-    return found
+    return value
 
 
 trains = each_step(train_step)
@@ -393,12 +393,12 @@ def test_an_old_graph_that_needs_no_weights(tmp_path: Path, monkeypatch: pytest.
     def losses(placement: tuple[str, str]) -> list[float]:
         engine = start(job, placement, tmp_path / placement[0])
         old = job.loss(engine, 9, 0)
-        found = [train_step(engine, job, 0)]
+        losses = [train_step(engine, job, 0)]
         engine.backward(old)
         engine.step()
-        found += [train_step(engine, job, step) for step in range(1, job.steps)]
+        losses += [train_step(engine, job, step) for step in range(1, job.steps)]
         engine.destroy(remove=True)
-        return found
+        return losses
 
     job = Job(Table, models.mixture_loss)
     expected = losses(MEMORY)

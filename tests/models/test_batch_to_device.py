@@ -106,9 +106,9 @@ def test_tensors_go_and_the_rest_stays() -> None:
         given = BATCHES[name]()
         moved = to_device(given, META, BF16)
         assert type(moved) is type(given)
-        found = tensors(moved)
-        assert found and len(found) == len(tensors(given)) and all(each.is_meta for each in found)
-        assert {each.dtype for each in found} <= {BF16, torch.int64}
+        leaves = tensors(moved)
+        assert leaves and len(leaves) == len(tensors(given)) and all(each.is_meta for each in leaves)
+        assert {each.dtype for each in leaves} <= {BF16, torch.int64}
         assert not any(each.is_meta for each in tensors(given)), "the given one is left alone"
         assert other_dtype(given, BF16) is torch.float32 and other_dtype(moved, BF16) is None
 

@@ -97,8 +97,8 @@ class Passing(nn.Module):
     def forward(self, ids: torch.Tensor) -> torch.Tensor:
         values = self.embedding(ids)
         for number, layer in enumerate(self.layers):
-            other = self.layers[number - 1].weight
-            values = checkpoint(partial(self.block, layer), values, self.table, other, use_reentrant=self.reentrant)
+            weight = self.layers[number - 1].weight
+            values = checkpoint(partial(self.block, layer), values, self.table, weight, use_reentrant=self.reentrant)
         return self.head(values)
 
     @staticmethod
@@ -114,9 +114,9 @@ class Passing(nn.Module):
 def test_a_checkpointed_function_takes_parameters(reentrant: bool, placement: tuple[str, str], tmp_path: Path) -> None:
     job = Job(partial(Passing, reentrant), models.mixture_loss, steps=2)
     expected = plain_loop(job)
-    found = run(job, placement, tmp_path)
-    assert torch.allclose(torch.tensor(found.losses), torch.tensor(expected.losses), rtol=0, atol=1e-5)
-    assert torch.allclose(torch.tensor(found.norms), torch.tensor(expected.norms), rtol=1e-4)
+    result = run(job, placement, tmp_path)
+    assert torch.allclose(torch.tensor(result.losses), torch.tensor(expected.losses), rtol=0, atol=1e-5)
+    assert torch.allclose(torch.tensor(result.norms), torch.tensor(expected.norms), rtol=1e-4)
 
 
 class Pair(torch.Tensor):
@@ -143,10 +143,10 @@ class Pair(torch.Tensor):
     @classmethod
     def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         def of(name: str) -> Any:
-            return tree_map(lambda each: getattr(each, name) if isinstance(each, Pair) else each, (args, kwargs or {}))
+            return tree_map(lambda leaf: getattr(leaf, name) if isinstance(leaf, Pair) else leaf, (args, kwargs or {}))
 
-        (some, named), (others, others_named) = of("first"), of("second")
-        return Pair(func(*some, **named), func(*others, **others_named))
+        (some, named), (more, others_named) = of("first"), of("second")
+        return Pair(func(*some, **named), func(*more, **others_named))
 
 
 class Plain(torch.autograd.Function):

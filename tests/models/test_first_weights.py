@@ -103,9 +103,9 @@ def of_a_rank(folder: Path) -> dict[str, torch.Tensor]:
 @pytest.mark.slow
 def test_all_ranks_have_those_of_the_first(ranks: RankPool, tmp_path: Path) -> None:
     job = Job(partial(drawn_from, 0), models.language_loss, dtype="bf16")
-    one = first_weights(job, ("none", "none"), tmp_path / "one")
-    for found in ranks.run(of_a_rank, tmp_path / "ranks"):
-        assert_same_tensors(found, one)
+    single = first_weights(job, ("none", "none"), tmp_path / "one")
+    for result in ranks.run(of_a_rank, tmp_path / "ranks"):
+        assert_same_tensors(result, single)
 
 
 def _grown(folder: str) -> tuple[int, int]:

@@ -53,6 +53,6 @@ def test_t5_generates_as_the_plain_model(tmp_path: Path) -> None:
     job = Job(models.t5, models.language_loss)
     engine = start(job, DISK, tmp_path, device_memory=room_for(job, 2))
     # As for a model of torch, on a GPU the ids are the caller's to move: the encoder is not the model.
-    found = engine.module.generate(ids.to(engine.device), max_new_tokens=6, do_sample=False)
-    assert torch.equal(found.cpu(), expected)
+    ids_generated = engine.module.generate(ids.to(engine.device), max_new_tokens=6, do_sample=False)
+    assert torch.equal(ids_generated.cpu(), expected)
     engine.destroy(remove=True)

@@ -75,14 +75,14 @@ def noisy(
 def flux_loss(model: nn.Module, step: int, micro: int) -> torch.Tensor:
     hidden, time, velocity, text = noisy(step, micro, 16, 16)
     places = {"img_ids": torch.zeros(16, 3), "txt_ids": torch.zeros(5, 3)}
-    found = model(hidden_states=hidden, timestep=time, return_dict=False, **text, **places)[0]
-    return (found.float() - velocity).square().mean()
+    output = model(hidden_states=hidden, timestep=time, return_dict=False, **text, **places)[0]
+    return (output.float() - velocity).square().mean()
 
 
 def sd3_loss(model: nn.Module, step: int, micro: int) -> torch.Tensor:
     hidden, time, velocity, text = noisy(step, micro, 4, 8, 8)
-    found = model(hidden_states=hidden, timestep=1000 * time, return_dict=False, **text)[0]
-    return (found.float() - velocity).square().mean()
+    output = model(hidden_states=hidden, timestep=1000 * time, return_dict=False, **text)[0]
+    return (output.float() - velocity).square().mean()
 
 
 JOBS = {"Flux": Job(flux, flux_loss, steps=3, accumulation=2), "SD3": Job(sd3, sd3_loss, steps=3, accumulation=2)}

@@ -73,19 +73,19 @@ def test_a_step_in_bf16_has_the_masters_and_moments_of_fp32(tmp_path: Path) -> N
     for step in range(2):
         train_step(engine, job, step)
         train_step(plain, job, step)
-        found = everything(engine.module)
-        same_but_for_roundings(found, everything_of_torch(plain), job._replace(dtype="fp32", steps=1))
-        _copy(found, plain)
+        states = everything(engine.module)
+        same_but_for_roundings(states, everything_of_torch(plain), job._replace(dtype="fp32", steps=1))
+        _copy(states, plain)
     engine.destroy(remove=True)
 
 
-def _copy(found: Found, plain: PlainEngine) -> None:
+def _copy(states: Found, plain: PlainEngine) -> None:
     """Give the plain loop the states that were found."""
     with torch.no_grad():
         for (name, _), master in zip(plain.module.named_parameters(), plain._masters, strict=True):
-            master.copy_(found[f"{name} master"])
+            master.copy_(states[f"{name} master"])
             for state in STATES:
-                plain.optimizer.state[master][state].copy_(found[f"{name} {state}"])
+                plain.optimizer.state[master][state].copy_(states[f"{name} {state}"])
     plain._round()
 
 

@@ -84,10 +84,10 @@ def test_every_owner_of_parameters_is_a_site() -> None:
     for build in (*NAMES, models.Mixture):
         print(build)
         model = build()
-        found = find_units(model)
-        unit_of = {id(model.get_parameter(n)): i for i, unit in enumerate(found.units) for n in unit.parameters}
+        units = find_units(model)
+        unit_of = {id(model.get_parameter(n)): i for i, unit in enumerate(units.units) for n in unit.parameters}
         for name, parameter in model.named_parameters(remove_duplicate=False):
-            assert unit_of[id(parameter)] in found.sites[name.rpartition(".")[0]]
+            assert unit_of[id(parameter)] in units.sites[name.rpartition(".")[0]]
 
 
 def test_a_named_module_is_one_unit() -> None:

@@ -134,8 +134,8 @@ class Classified(nn.Module):
 def classes(model: Any, step: int, micro: int) -> torch.Tensor:
     ids = models.tokens(step, micro, (2, 20), WORDS)
     ids[0, :4] = 5
-    found = model(ids).flatten(0, 1)
-    return functional.cross_entropy(found, ids.flatten().to(found.device) % 3)
+    logits = model(ids).flatten(0, 1)
+    return functional.cross_entropy(logits, ids.flatten().to(logits.device) % 3)
 
 
 @pytest.mark.sample(2)
@@ -326,10 +326,10 @@ def test_a_lookup_writes_its_rows_of_a_gradient_on_the_drive(
     in_memory = run(job, MEMORY, tmp_path / "memory", vocabulary="pieces")
     least = least_host_memory(job, tmp_path, vocabulary="pieces")
     engine = start(job, DISK, tmp_path / "disk", vocabulary="pieces", host_memory=least)
-    found = testing.inspect(engine)
-    pieces = [unit for unit, layout in enumerate(found.layouts) if layout.name.endswith("]")]
-    gradients = [found.state_bytes[unit][State.GRAD] for unit in pieces]
-    assert all(found.gradients_spill(unit) for unit in pieces)
+    report = testing.inspect(engine)
+    pieces = [unit for unit, layout in enumerate(report.layouts) if layout.name.endswith("]")]
+    gradients = [report.state_bytes[unit][State.GRAD] for unit in pieces]
+    assert all(report.gradients_spill(unit) for unit in pieces)
     written = dict.fromkeys(pieces, 0)
 
     def count(real: Any, spill: Any, unit: int, first: int, buffer: memoryview) -> Any:
@@ -353,11 +353,11 @@ def test_the_head_s_gradients_of_a_tied_table_are_kept_in_the_first_step_alone(
     testing.replace(monkeypatch, "size.kept_gradient", 1)
     job, counts = Job(partial(llama, tied=True), loss, steps=3), list[int]()
     engine = start(job, CPU, tmp_path, vocabulary="pieces")
-    found = testing.inspect(engine)
-    pieces = [unit for unit, layout in enumerate(found.layouts) if layout.name.endswith("]")]
+    report = testing.inspect(engine)
+    pieces = [unit for unit, layout in enumerate(report.layouts) if layout.name.endswith("]")]
 
     def watch(module: nn.Module, inputs: Any, hidden: torch.Tensor) -> None:
-        hidden.register_hook(lambda _: counts.append(sum(len(found.gradients_kept(unit)) for unit in pieces)))
+        hidden.register_hook(lambda _: counts.append(sum(len(report.gradients_kept(unit)) for unit in pieces)))
 
     engine.module.model.norm.register_forward_hook(watch)
     for step in range(job.steps):
@@ -402,23 +402,23 @@ def test_files_have_the_whole_table(dtype: str, tmp_path: Path) -> None:
         engine = start(job._replace(seed=5), DISK, tmp_path / how / "run", vocabulary=how)
         engine.load_checkpoint(tmp_path / source)
         assert_same_tensors(weights_of(engine), weights)
-        found = offload.safe_get_full_optimizer_state(engine.module.get_input_embeddings().weight, "exp_avg")
-        assert found is not None and torch.equal(found, moment)
+        whole_moment = offload.safe_get_full_optimizer_state(engine.module.get_input_embeddings().weight, "exp_avg")
+        assert whole_moment is not None and torch.equal(whole_moment, moment)
         engine.save_checkpoint(tmp_path / target)
         engine.destroy(remove=True)
 
 
 def test_first_values_do_not_depend_on_where_a_module_makes_them(tmp_path: Path) -> None:
     """A drive lends the memory of a whole table, in which its module makes them."""
-    found = []
+    weights = []
     for placement in (CPU, DISK):
         content = config(Job(llama, loss), placement, tmp_path / placement[0], vocabulary="pieces")
         with offload.init(content):
             model = llama(tied=True)
         engine = offload.initialize(model=model, config=content)[0]
-        found.append(weights_of(engine))
+        weights.append(weights_of(engine))
         engine.destroy(remove=True)
-    assert_same_tensors(*found)
+    assert_same_tensors(*weights)
 
 
 def test_scores_fit_a_limit_in_pieces(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -427,7 +427,7 @@ def test_scores_fit_a_limit_in_pieces(tmp_path: Path, monkeypatch: pytest.Monkey
     widths = {"hidden_size": 16, "num_attention_heads": 2, "num_key_value_heads": 1, "num_hidden_layers": 2}
     folder = make_folder(tmp_path / "model", vocab_size=131_072, tie_word_embeddings=True, **widths)
     write_lines(tmp_path / "records.jsonl", [{"text": "words " * 20}])
-    found = []
+    all_scores = []
     for limit, rows in ((None, 16), (100 * MIB, 16), (52 * MIB, 4)):
         if limit is not None:
             files["/sys/fs/cgroup/outer/memory.max"] = str(limit)
@@ -438,9 +438,9 @@ def test_scores_fit_a_limit_in_pieces(tmp_path: Path, monkeypatch: pytest.Monkey
             assert (model.rows, model.batch) == (rows, 32)
             assert any("has no room for 16 of 32 rows" in line for line in model.lines) is (rows < 16)
             records = read_records(find_data([tmp_path / "records.jsonl"]))
-            found += scores(model, records, seq_len=32, batch_size=model.batch, micro_batch_size=model.rows)
-    for score in found[1:]:
-        assert score.log_likelihood == pytest.approx(found[0].log_likelihood, rel=1e-5)
+            all_scores += scores(model, records, seq_len=32, batch_size=model.batch, micro_batch_size=model.rows)
+    for score in all_scores[1:]:
+        assert score.log_likelihood == pytest.approx(all_scores[0].log_likelihood, rel=1e-5)
 
 
 # -- ranks --------------------------------------------------------------------------------------------
@@ -462,8 +462,8 @@ def in_both_tiers(job: Job, folder: Path) -> tuple[Any, Any]:
 @pytest.mark.numeric
 def test_ranks_look_up_pieces_of_their_own(ranks: RankPool, tmp_path: Path) -> None:
     job = Job(partial(llama, tied=True), rows_of_tokens, steps=2)
-    (one, small), (other, _) = ranks.run(in_both_tiers, job, tmp_path / "two")
-    assert_same(one, other, "ranks")
-    assert_same(one, small, "tiers")
+    (rank0, small), (rank1, _) = ranks.run(in_both_tiers, job, tmp_path / "two")
+    assert_same(rank0, rank1, "ranks")
+    assert_same(rank0, small, "tiers")
     alone = train(job, CPU, tmp_path / "one", vocabulary="pieces")
-    rounding_bounds.same_training(one, alone, job, reordered=True)
+    rounding_bounds.same_training(rank0, alone, job, reordered=True)

@@ -202,18 +202,18 @@ def test_it_trains_as_pytorch_does(dtype: str, accumulation: int, tmp_path: Path
 def test_gradients_wait_for_their_update_in_fp32(tmp_path: Path) -> None:
     engine = start(JOB, PLACEMENTS[-1], tmp_path)
     engine.backward(loss_kept(engine, 0, 0))
-    found = [
+    gradients = [
         offload.safe_get_full_grad(engine.module.get_parameter(f"layers.1.{name}.weight")) for name in ("gate", "inner")
     ]
-    assert [torch.equal(each, each.bfloat16().float()) for each in found if each is not None] == [False, True]
+    assert [torch.equal(each, each.bfloat16().float()) for each in gradients if each is not None] == [False, True]
     engine.destroy(remove=True)
 
 
 def test_both_orders_of_micro_batches_give_the_same_bits(tmp_path: Path) -> None:
     job = JOB._replace(accumulation=3)
-    one = run(job, PLACEMENTS[0], tmp_path / "one", accumulated_step, schedule="micro_batch_major")
+    result = run(job, PLACEMENTS[0], tmp_path / "one", accumulated_step, schedule="micro_batch_major")
     options: dict[str, Any] = {"schedule": "layer_major", "activations": "nvme", "device_memory": 48 << 10}
-    assert_same(one, run(job, PLACEMENTS[-1], tmp_path / "other", accumulated_step, **options))
+    assert_same(result, run(job, PLACEMENTS[-1], tmp_path / "other", accumulated_step, **options))
 
 
 OPTIMIZERS = {
@@ -296,19 +296,19 @@ def test_files_of_weights_have_the_dtype_of_each(tmp_path: Path) -> None:
     engine.destroy()
     assert CliRunner().invoke(app, ["export", str(tmp_path / "swap" / "default"), str(tmp_path / "out")]).exit_code == 0
     for folder in ("saved", "out"):
-        found = safetensors.torch.load_file(tmp_path / folder / "model.safetensors")
-        assert all(torch.equal(own[name], value) and own[name].dtype is value.dtype for name, value in found.items())
-    found = safetensors.torch.load_file(tmp_path / "all" / "model.safetensors")
-    assert {value.dtype for value in found.values()} == {torch.float32}
-    assert found.keys() == own.keys() and torch.equal(found["scale"], own["scale"])
+        tensors = safetensors.torch.load_file(tmp_path / folder / "model.safetensors")
+        assert all(torch.equal(own[name], value) and own[name].dtype is value.dtype for name, value in tensors.items())
+    tensors = safetensors.torch.load_file(tmp_path / "all" / "model.safetensors")
+    assert {value.dtype for value in tensors.values()} == {torch.float32}
+    assert tensors.keys() == own.keys() and torch.equal(tensors["scale"], own["scale"])
 
 
 def test_names_are_those_of_modules_classes_and_parameters(tmp_path: Path) -> None:
     def kept(*names: str) -> set[str]:
         engine = start(JOB._replace(keep_in_fp32=names), PLACEMENTS[0], tmp_path)
-        found = {name for name, each in engine.module.named_parameters() if each.dtype is torch.float32}
+        fp32_names = {name for name, each in engine.module.named_parameters() if each.dtype is torch.float32}
         engine.destroy(remove=True)
-        return found
+        return fp32_names
 
     gates = {f"layers.{layer}.gate.{name}" for layer in range(3) for name in ("weight", "bias", "limits")}
     assert kept("LimitedGate") == kept("gate") == kept("layers.*.gate") == gates

@@ -98,14 +98,14 @@ def test_a_saved_run_goes_on_bit_for_bit(dtype: torch.dtype, moments: torch.dtyp
     train(model, optimizer, 5, 5)
     file.seek(0)
     saved = torch.load(file, weights_only=True)
-    other = net(dtype)
-    other.load_state_dict(saved["model"])
-    again = CPUAdamW(other.parameters(), lr=1.0)
+    loaded = net(dtype)
+    loaded.load_state_dict(saved["model"])
+    again = CPUAdamW(loaded.parameters(), lr=1.0)
     again.load_state_dict(saved["optimizer"])
-    assert again.state[next(other.parameters())]["exp_avg"].dtype is moments
-    train(other, again, 5, 5)
-    for one, two in zip(model.parameters(), other.parameters(), strict=True):
-        assert torch.equal(one, two)
+    assert again.state[next(loaded.parameters())]["exp_avg"].dtype is moments
+    train(loaded, again, 5, 5)
+    for weight, loaded_weight in zip(model.parameters(), loaded.parameters(), strict=True):
+        assert torch.equal(weight, loaded_weight)
 
 
 def test_groups_schedules_and_scales_act() -> None:
@@ -174,11 +174,11 @@ def test_a_deep_copy_is_independent() -> None:
     model = net()
     optimizer = CPUAdamW(model.parameters())
     train(model, optimizer, 2)
-    other_model, other = copy.deepcopy((model, optimizer))
+    other_model, other_optimizer = copy.deepcopy((model, optimizer))
     train(model, optimizer, 2, 2)
-    train(other_model, other, 2, 2)
-    for one, two in zip(model.parameters(), other_model.parameters(), strict=True):
-        assert torch.equal(one, two)
+    train(other_model, other_optimizer, 2, 2)
+    for weight, other_weight in zip(model.parameters(), other_model.parameters(), strict=True):
+        assert torch.equal(weight, other_weight)
 
 
 def test_bad_input_is_refused() -> None:
@@ -207,19 +207,19 @@ def test_states_go_to_torch_and_back(dtype: torch.dtype, kind: type[torch.optim.
     model = net(dtype)
     theirs = kind(model.parameters(), lr=1e-2)
     train(model, theirs, 3)
-    other = net(dtype)
-    other.load_state_dict(model.state_dict())
-    mine = CPUAdamW(other.parameters())
+    net_of_torch = net(dtype)
+    net_of_torch.load_state_dict(model.state_dict())
+    mine = CPUAdamW(net_of_torch.parameters())
     mine.load_state_dict(theirs.state_dict())
     assert mine.param_groups[0]["decoupled"] is (kind is torch.optim.AdamW)
     train(model, theirs, 1, 3)
-    train(other, mine, 1, 3)
+    train(net_of_torch, mine, 1, 3)
     job = JOB._replace(dtype="fp32" if dtype is torch.float32 else "bf16")
-    rounding_bounds.same_weights(other.state_dict(), model.state_dict(), job)
+    rounding_bounds.same_weights(net_of_torch.state_dict(), model.state_dict(), job)
     if dtype is torch.float32:
-        back = torch.optim.AdamW(other.parameters())
+        back = torch.optim.AdamW(net_of_torch.parameters())
         back.load_state_dict(mine.state_dict())
-        train(other, back, 1, 4)
+        train(net_of_torch, back, 1, 4)
 
 
 def test_a_state_that_cannot_be_ours_is_refused() -> None:
@@ -230,10 +230,10 @@ def test_a_state_that_cannot_be_ours_is_refused() -> None:
     with pytest.raises(ConfigError, match="amsgrad"):
         (ours := CPUAdamW([parameter])).load_state_dict(theirs.state_dict())
     assert not ours.state and "amsgrad" not in ours.param_groups[0]
-    other = CPUAdamW([parameter])
-    other.step()
+    other_optimizer = CPUAdamW([parameter])
+    other_optimizer.step()
     with pytest.raises(ConfigError, match=r"expected shape \(5,\)"):
-        CPUAdamW([nn.Parameter(torch.ones(5))]).load_state_dict(other.state_dict())
+        CPUAdamW([nn.Parameter(torch.ones(5))]).load_state_dict(other_optimizer.state_dict())
 
 
 def test_all_parameters_move_or_none() -> None:

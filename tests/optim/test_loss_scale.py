@@ -23,11 +23,11 @@ DISK = ("nvme", "nvme")
 def scales(config: Fp16, overflows: str) -> list[float]:
     """The scale after each step, of which those with an "x" have an overflow."""
     scaler = LossScaler(config)
-    found = []
+    values = []
     for step in overflows:
         scaler.stepped(step == "x")
-        found.append(scaler.scale)
-    return found
+        values.append(scaler.scale)
+    return values
 
 
 TABLES: dict[str, tuple[dict[str, Any], str, list[float]]] = {
@@ -156,13 +156,13 @@ def test_the_scale_is_resumed(tmp_path: Path) -> None:
         step(unbroken, size)
         expected.append((unbroken.loss_scale, unbroken.skipped_steps, weights(unbroken).tolist()))
     unbroken.destroy(remove=True)
-    found = []
+    scales = []
     for size in sizes:
         engine = engine_of(tmp_path / "parts", fp16, resume="auto")
         step(engine, size)
-        found.append((engine.loss_scale, engine.skipped_steps, weights(engine).tolist()))
+        scales.append((engine.loss_scale, engine.skipped_steps, weights(engine).tolist()))
         engine.destroy()
-    assert found == expected
+    assert scales == expected
 
 
 def test_another_kind_of_scale_is_told(tmp_path: Path) -> None:
@@ -198,9 +198,9 @@ def test_each_backward_of_a_step_must_be_scaled(tmp_path: Path) -> None:
     engine.backward(engine(rows))
     with pytest.raises(UsageError, match="for each backward"):
         engine(rows).backward()
-    one, other = engine.scale(engine(rows)), engine.scale(engine(rows))
-    one.backward()
-    other.backward()
+    left, right = engine.scale(engine(rows)), engine.scale(engine(rows))
+    left.backward()
+    right.backward()
     engine.step()
     assert torch.allclose(weights(engine), torch.full((8,), 0.1), atol=1e-3)
     engine.destroy(remove=True)
@@ -219,8 +219,8 @@ def test_elsewhere_a_scale_is_one(tmp_path: Path) -> None:
 def test_no_bit_depends_on_a_scale_that_overflows_nowhere(tmp_path: Path) -> None:
     """Powers of two move the exponent alone, as long as nothing is so small that it loses bits."""
     job = Job(Loud, _loud, steps=3, accumulation=3, dtype="fp16", lr=1e-2)
-    one, other = (run(job._replace(loss_scale=scale), DISK, tmp_path / str(scale)) for scale in (1.0, 1024.0))
-    assert torch.equal(one.weights["weight"], other.weights["weight"]) and one.norms == other.norms
+    left, right = (run(job._replace(loss_scale=scale), DISK, tmp_path / str(scale)) for scale in (1.0, 1024.0))
+    assert torch.equal(left.weights["weight"], right.weights["weight"]) and left.norms == right.norms
 
 
 def _loud(model: Any, step: int, micro: int) -> torch.Tensor:

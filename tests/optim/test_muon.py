@@ -91,7 +91,7 @@ def test_the_direction_is_the_polynomial_of_the_singular_values(shape: tuple[int
     numel, square = shape[0] * shape[1], min(shape) ** 2
     workspace = Workspace(matrix.flatten().clone(), *(torch.empty(each) for each in (numel, square)))
     a, b, c = 3.4445, -4.7750, 2.0315
-    found = orthogonalize(shape, workspace, 5, (a, b, c)).double()
+    direction = orthogonalize(shape, workspace, 5, (a, b, c)).double()
     u, values, v = torch.linalg.svd(matrix.double(), full_matrices=False)
     values = values / values.square().sum().sqrt()
     growth = 1.0
@@ -103,7 +103,7 @@ def test_the_direction_is_the_polynomial_of_the_singular_values(shape: tuple[int
     # Each iteration has three products, whose numbers are up to |a| + |b| + |c| times the matrix, in sums of a row.
     error = (abs(a) + abs(b) + abs(c)) * growth * rounding_bounds.sum_error(5 * 3 * max(shape))
     assert error < 0.1  # of a direction that is wrong, all is
-    assert float((found - expected).norm()) <= error * float(expected.norm())
+    assert float((direction - expected).norm()) <= error * float(expected.norm())
 
 
 @pytest.mark.sample(1)
@@ -162,10 +162,10 @@ def test_its_state_dict_names_the_states_as_torch(tmp_path: Path) -> None:
     engine = start(MUON, DISK, tmp_path)
     assert engine.optimizer.state_dict()["state"] == {}
     train_step(engine, MUON, 0)
-    found = engine.optimizer.state_dict()
+    state_dict = engine.optimizer.state_dict()
     names = {name: p for name, p in engine.module.named_parameters()}
     numbered = [id(p) for group in engine.optimizer.param_groups for p in group["params"]]
-    states = {name: found["state"][numbered.index(id(p))] for name, p in names.items()}
+    states = {name: state_dict["state"][numbered.index(id(p))] for name, p in names.items()}
     assert set(states["blocks.0.1.weight"]) == {"step", "momentum_buffer"}
     assert states["blocks.0.1.weight"]["momentum_buffer"].shape == (40, 24)
     assert set(states["head.weight"]) == set(states["blocks.0.1.bias"]) == {"step", "exp_avg", "exp_avg_sq"}
@@ -173,29 +173,29 @@ def test_its_state_dict_names_the_states_as_torch(tmp_path: Path) -> None:
     momentum = offload.safe_get_full_optimizer_state(names["blocks.0.1.weight"], "momentum_buffer")
     assert momentum is not None and torch.equal(momentum.cpu(), states["blocks.0.1.weight"]["momentum_buffer"])
     for parameter, there in ((names["blocks.0.1.weight"], "momentum_buffer"), (names["head.weight"], "exp_avg")):
-        other = "exp_avg" if there == "momentum_buffer" else "momentum_buffer"
-        with pytest.raises(UsageError, match=f"keeps no state '{other}' of .*, whose states are: \"{there}\""):
-            offload.safe_get_full_optimizer_state(parameter, other)
+        other_name = "exp_avg" if there == "momentum_buffer" else "momentum_buffer"
+        with pytest.raises(UsageError, match=f"keeps no state '{other_name}' of .*, whose states are: \"{there}\""):
+            offload.safe_get_full_optimizer_state(parameter, other_name)
     engine.destroy(remove=True)
 
 
 def test_its_states_can_be_set(tmp_path: Path) -> None:
     """A state dict goes into another engine, which then trains as the first one does."""
-    one = start(MUON, DISK, tmp_path / "one")
-    train_step(one, MUON, 0)
-    states, weights = one.optimizer.state_dict(), weights_of(one)
-    other = start(MUON, ("cpu", "cpu"), tmp_path / "other")
-    other.module.load_state_dict(weights)
-    other.optimizer.load_state_dict(states)
-    for engine in (one, other):
+    source = start(MUON, DISK, tmp_path / "one")
+    train_step(source, MUON, 0)
+    states, weights = source.optimizer.state_dict(), weights_of(source)
+    target = start(MUON, ("cpu", "cpu"), tmp_path / "other")
+    target.module.load_state_dict(weights)
+    target.optimizer.load_state_dict(states)
+    for engine in (source, target):
         train_step(engine, MUON, 1)
-    assert_same_tensors(weights_of(one), weights_of(other))
-    momentum = other.module.get_parameter("blocks.0.1.weight")
+    assert_same_tensors(weights_of(source), weights_of(target))
+    momentum = target.module.get_parameter("blocks.0.1.weight")
     offload.safe_set_full_optimizer_state(momentum, torch.full((40, 24), 0.5), "momentum_buffer")
-    found = offload.safe_get_full_optimizer_state(momentum, "momentum_buffer")
-    assert found is not None and torch.equal(found.cpu(), torch.full((40, 24), 0.5))
-    one.destroy(remove=True)
-    other.destroy(remove=True)
+    moment = offload.safe_get_full_optimizer_state(momentum, "momentum_buffer")
+    assert moment is not None and torch.equal(moment.cpu(), torch.full((40, 24), 0.5))
+    source.destroy(remove=True)
+    target.destroy(remove=True)
 
 
 # -- which parameters are matrices ---------------------------------------------------------------------
@@ -205,9 +205,9 @@ def test_embeddings_heads_norms_and_biases_are_no_matrices() -> None:
     blocks = {f"transformer.h.{i}.{name}.weight" for i in range(3) for name in ("attn.c_attn", "attn.c_proj")}
     blocks |= {f"transformer.h.{i}.mlp.{name}.weight" for i in range(3) for name in ("c_fc", "c_proj")}
     assert matrices_of(gpt2()) == blocks  # wte is tied to the head, and wpe an embedding too
-    found = matrices_of(llama())
-    assert "lm_head.weight" not in found and "model.embed_tokens.weight" not in found
-    assert len(found) == 2 * 7
+    matrices = matrices_of(llama())
+    assert "lm_head.weight" not in matrices and "model.embed_tokens.weight" not in matrices
+    assert len(matrices) == 2 * 7
     # Experts that are stacked into one tensor of three dimensions are no matrices.
     assert all("experts" not in name for name in matrices_of(mixtral()))
 
@@ -216,8 +216,8 @@ def test_a_mark_comes_before_the_rule() -> None:
     model = Words()
     model.embed.weight.use_muon = True  # type: ignore[assignment]
     model.blocks[0][1].weight.use_muon = False  # type: ignore[index, assignment, union-attr]
-    found = matrices_of(model)
-    assert "embed.weight" in found and "blocks.0.1.weight" not in found and "blocks.0.3.weight" in found
+    matrices = matrices_of(model)
+    assert "embed.weight" in matrices and "blocks.0.1.weight" not in matrices and "blocks.0.3.weight" in matrices
     model.blocks[0][1].bias.use_muon = True  # type: ignore[index, assignment, union-attr]
     with pytest.raises(ConfigError, match=r"blocks\.0\.1\.bias is marked with use_muon=True and has shape \[40\]"):
         matrices_of(model)
@@ -232,11 +232,11 @@ def test_a_group_decides_for_its_parameters(tmp_path: Path) -> None:
         {"params": [p for p in model.parameters() if p is not first], "weight_decay": 0.3},
     ]
     engine = offload.initialize(model=model, model_parameters=groups, config=config(MUON, DISK, tmp_path))[0]
-    found = [
+    settings = [
         (group["use_muon"], group["lr"], group["weight_decay"], len(group["params"]))
         for group in engine.optimizer.param_groups
     ]
-    assert found == [(False, 0.5, 0.1, 1), (True, 0.02, 0.3, 8), (False, 3e-3, 0.3, 17)]
+    assert settings == [(False, 0.5, 0.1, 1), (True, 0.02, 0.3, 8), (False, 3e-3, 0.3, 17)]
     engine.destroy(remove=True)
 
 
@@ -300,8 +300,8 @@ def test_a_model_without_matrices_trains_by_adamw(tmp_path: Path) -> None:
 
     def loss(model: Any, step: int, micro: int) -> torch.Tensor:
         rows = torch.randn(4, 6, generator=torch.Generator().manual_seed(step))
-        found: torch.Tensor = model(rows).square().mean()
-        return found
+        loss: torch.Tensor = model(rows).square().mean()
+        return loss
 
     job = Job(make, loss, steps=3, clip=0.0)
     numbers = (("betas", (0.9, 0.999)), ("eps", 1e-8))
@@ -367,10 +367,10 @@ def test_rows_without_a_gradient_stay_where_they_are() -> None:
 MODE = make_mode("bf16", "muon")
 
 
-def layout_of(ranks: int, others: int, *shapes: tuple[int, int]) -> UnitLayout:
+def layout_of(ranks: int, vector_numel: int, *shapes: tuple[int, int]) -> UnitLayout:
     """A unit of a vector and matrices."""
     made = {f"{n}.weight": nn.Parameter(torch.empty(shape, device="meta")) for n, shape in enumerate(shapes)}
-    vector = nn.Parameter(torch.empty(others, device="meta"))
+    vector = nn.Parameter(torch.empty(vector_numel, device="meta"))
     return lay_out("unit", [("vector", vector), *made.items()], ranks, matrices=made.keys())
 
 
@@ -379,18 +379,18 @@ def borders(layout: UnitLayout) -> set[int]:
 
 
 @pytest.mark.parametrize("tile_numel", [2048, 6144, 10**9])
-@pytest.mark.parametrize("others", [1, 9000])
-def test_tiles_cover_a_unit_in_order_and_end_at_borders_of_matrices(others: int, tile_numel: int) -> None:
-    layout = layout_of(1, others, (64, 64), (64, 96), (24, 24), (24, 24), (96, 64))
+@pytest.mark.parametrize("vector_numel", [1, 9000])
+def test_tiles_cover_a_unit_in_order_and_end_at_borders_of_matrices(vector_numel: int, tile_numel: int) -> None:
+    layout = layout_of(1, vector_numel, (64, 64), (64, 96), (24, 24), (24, 24), (96, 64))
     part = layout.trainable(0, 1)
-    found = cuts(layout, MODE, part, True, tile_numel)
-    assert [each for tile in found for each in tile] == list(part)
-    assert all(tile.stop in borders(layout) for tile in found if tile.stop > layout.rest_stop)
-    assert all(tile.stop <= layout.rest_stop or tile.start >= layout.rest_stop for tile in found)
-    assert all(len(tile) <= max(tile_numel, whole_sizes([layout], MODE, 0, 1).tile) for tile in found)
+    tiles = cuts(layout, MODE, part, True, tile_numel)
+    assert [each for tile in tiles for each in tile] == list(part)
+    assert all(tile.stop in borders(layout) for tile in tiles if tile.stop > layout.rest_stop)
+    assert all(tile.stop <= layout.rest_stop or tile.start >= layout.rest_stop for tile in tiles)
+    assert all(len(tile) <= max(tile_numel, whole_sizes([layout], MODE, 0, 1).tile) for tile in tiles)
     # Small matrices share a tile, and a larger one has its own.
     if tile_numel == 6144:
-        inside = [sum(layout.segments[n].start in tile for n in range(1, 6)) for tile in found]
+        inside = [sum(layout.segments[n].start in tile for n in range(1, 6)) for tile in tiles]
         assert [count for count in inside if count] == [1, 1, 2, 1]
 
 
@@ -398,7 +398,7 @@ def test_of_several_ranks_each_has_its_parts_of_matrices_in_one_tile() -> None:
     layout = layout_of(2, 6000, (64, 64), (64, 96))
     for rank in range(2):
         part = layout.trainable(rank, 2)
-        found = cuts(layout, MODE, part, False, 4096)
-        assert [each for tile in found for each in tile] == list(range(len(part)))
-        of_matrices = [tile for tile in found if tile.stop > len(layout.rest(rank, 2))]
+        tiles = cuts(layout, MODE, part, False, 4096)
+        assert [each for tile in tiles for each in tile] == list(range(len(part)))
+        of_matrices = [tile for tile in tiles if tile.stop > len(layout.rest(rank, 2))]
         assert of_matrices == [range(len(layout.rest(rank, 2)), len(part))]

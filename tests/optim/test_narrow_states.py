@@ -93,11 +93,11 @@ FORM = pytest.mark.parametrize("form", [form for form in FORMS if form != "bf24"
 @pytest.mark.parametrize("name", RULES)
 def test_same_bits_in_every_placement(name: str, dtype: str, form: str, tmp_path: Path) -> None:
     job = RULES[name]._replace(dtype=dtype, steps=2)
-    found = same_bits(job, tmp_path, **FORMS[form])
+    result = same_bits(job, tmp_path, **FORMS[form])
     plain = run(job, DISK, tmp_path / "plain")
     # A master that is rounded as it comes in may round its weight the other way.
-    assert ("bf24" in form or found.losses[0] == plain.losses[0]) and any(
-        not torch.equal(value, plain.weights[key]) for key, value in found.weights.items()
+    assert ("bf24" in form or result.losses[0] == plain.losses[0]) and any(
+        not torch.equal(value, plain.weights[key]) for key, value in result.weights.items()
     ), "moments and masters are those of fp32"
 
 
@@ -155,10 +155,10 @@ def test_two_ranks_round_as_one(name: str, form: str, ranks: RankPool, tmp_path:
     does not.
     """
     job = RULES[name]._replace(clip=0.0, steps=2)
-    one, other = ranks.run(on_two_ranks, job, form, tmp_path / "two")
-    assert_same(one, other, "ranks")
+    rank0, rank1 = ranks.run(on_two_ranks, job, form, tmp_path / "two")
+    assert_same(rank0, rank1, "ranks")
     alone = run(job, DISK, tmp_path / "one", **FORMS[form])
-    assert_same_tensors(alone.weights, one.weights, "one rank and two")
+    assert_same_tensors(alone.weights, rank0.weights, "one rank and two")
 
 
 BF16: dict[str, Any] = {"moments": "bf16"}
@@ -226,8 +226,8 @@ def test_states_are_read_and_set_in_fp32(tmp_path: Path) -> None:
     assert moment is not None and moment.dtype is torch.float32 and moment.any()
     assert torch.equal(moment, moment.bfloat16().float()), "it is a value of bf16"
     offload.safe_set_full_optimizer_state(weight, torch.full_like(moment, 1.25), "exp_avg")
-    found = offload.safe_get_full_optimizer_state(weight, "exp_avg")
-    assert found is not None and (found == 1.25).all()
+    values = offload.safe_get_full_optimizer_state(weight, "exp_avg")
+    assert values is not None and (values == 1.25).all()
     states = engine.optimizer.state_dict()["state"]
     assert all(state["exp_avg_sq"].dtype is torch.float32 for state in states.values())
     engine.destroy(remove=True)
@@ -319,9 +319,9 @@ def test_a_rule_of_matrices_refuses_them(tmp_path: Path, optimizer: str) -> None
 
 
 @pytest.mark.sample(1)
-@pytest.mark.parametrize("other", ["fp32", "bf16"])
-def test_a_run_with_other_moments_is_refused(other: str, tmp_path: Path) -> None:
-    for before, after in ((other, "int8"), ("int8", other)):
+@pytest.mark.parametrize("form", ["fp32", "bf16"])
+def test_a_run_with_other_moments_is_refused(form: str, tmp_path: Path) -> None:
+    for before, after in ((form, "int8"), ("int8", form)):
         folder = tmp_path / before
         engine = start(JOB, DISK, folder, moments=before)
         train_step(engine, JOB, 0)
@@ -358,32 +358,34 @@ def test_a_checkpoint_converts_moments(before: str, after: str, dtype: str, name
     weights = weights_of(engine)
     engine.save_checkpoint(str(tmp_path / "saved"))
     engine.destroy(remove=True)
-    other = start(job, HOST, tmp_path / "two", units=["GPT2MLP"], moments=after)
-    other.load_checkpoint(str(tmp_path / "saved"))
-    assert_same_tensors(weights, weights_of(other))
-    found = other.optimizer.state_dict()["state"]
-    assert found.keys() == states.keys()
+    other_engine = start(job, HOST, tmp_path / "two", units=["GPT2MLP"], moments=after)
+    other_engine.load_checkpoint(str(tmp_path / "saved"))
+    assert_same_tensors(weights, weights_of(other_engine))
+    optimizer_states = other_engine.optimizer.state_dict()["state"]
+    assert optimizer_states.keys() == states.keys()
     for number, state in states.items():
         for key, value in state.items():
             if key == "step" or after == "fp32" or before == after:
-                assert torch.equal(found[number][key], value), (number, key)
+                assert torch.equal(optimizer_states[number][key], value), (number, key)
             elif after == "bf16":
-                assert torch.equal(found[number][key], value.bfloat16().float()), (number, key)
+                assert torch.equal(optimizer_states[number][key], value.bfloat16().float()), (number, key)
             else:
-                assert_close_to_nearest(found[number][key].view(-1), value.view(-1), key in ("exp_avg_sq", "sum"))
-    train_step(other, job, 2)
-    other.destroy(remove=True)
+                assert_close_to_nearest(
+                    optimizer_states[number][key].view(-1), value.view(-1), key in ("exp_avg_sq", "sum")
+                )
+    train_step(other_engine, job, 2)
+    other_engine.destroy(remove=True)
 
 
-def assert_close_to_nearest(found: torch.Tensor, exact: torch.Tensor, root: bool) -> None:
+def assert_close_to_nearest(values: torch.Tensor, exact: torch.Tensor, root: bool) -> None:
     """Each value, or its root, is half a step of its block's codes from the exact one at most."""
     for start_of in range(0, len(exact), BLOCK):
-        one, other = (each[start_of : start_of + BLOCK].double() for each in (found, exact))
+        left, right = (each[start_of : start_of + BLOCK].double() for each in (values, exact))
         if root:
-            one, other = one.sqrt(), other.sqrt()
-        step = other.abs().max() / (255 if root else 127)
-        bound = torch.where(one <= 1.01 * step, step, step / 2) if root else step / 2
-        assert ((one - other).abs() <= 1.01 * bound).all()
+            left, right = left.sqrt(), right.sqrt()
+        step = right.abs().max() / (255 if root else 127)
+        bound = torch.where(left <= 1.01 * step, step, step / 2) if root else step / 2
+        assert ((left - right).abs() <= 1.01 * bound).all()
 
 
 BF24: dict[str, Any] = {"master": "bf24"}
@@ -396,12 +398,12 @@ def nearest(master: torch.Tensor) -> torch.Tensor:
 
 
 def masters(engine: offload.Engine) -> dict[str, torch.Tensor]:
-    found = {}
+    masters = {}
     for name, parameter in engine.module.named_parameters():
         master = offload.safe_get_full_fp32_param(parameter)
         assert master is not None
-        found[name] = master.cpu().clone()
-    return found
+        masters[name] = master.cpu().clone()
+    return masters
 
 
 def trained_masters(folder: Path, job: Any = JOB, where: tuple[str, str] = DISK, **options: Any) -> offload.Engine:
@@ -518,11 +520,11 @@ def test_a_checkpoint_converts_masters(before: str, after: str, name: str, tmp_p
         expected = {key: nearest(each) for key, each in expected.items()}
     engine.save_checkpoint(str(tmp_path / "saved"))
     engine.destroy(remove=True)
-    other = start(RULES[name], HOST, tmp_path / "two", units=["GPT2MLP"], **forms(after))
-    other.load_checkpoint(str(tmp_path / "saved"))
-    assert_same_tensors(masters(other), expected)
-    train_step(other, RULES[name], 2)
-    other.destroy(remove=True)
+    other_engine = start(RULES[name], HOST, tmp_path / "two", units=["GPT2MLP"], **forms(after))
+    other_engine.load_checkpoint(str(tmp_path / "saved"))
+    assert_same_tensors(masters(other_engine), expected)
+    train_step(other_engine, RULES[name], 2)
+    other_engine.destroy(remove=True)
 
 
 def with_a_frozen_part() -> Any:
@@ -581,9 +583,9 @@ def trained_moments(job: Job, folder: Path, **options: Any) -> tuple[dict[str, t
     engine = start(job, DISK, folder, **options)
     for step in range(2):
         train_step(engine, job, step)
-    found = weights_of(engine), moments_of(engine)
+    result = weights_of(engine), moments_of(engine)
     engine.destroy()
-    return found
+    return result
 
 
 def files(folder: Path) -> dict[str, bytes]:
@@ -594,15 +596,15 @@ def files(folder: Path) -> dict[str, bytes]:
     }
 
 
-def assert_converted(found: dict[str, torch.Tensor], before: dict[str, torch.Tensor], form: str) -> None:
-    assert found.keys() == before.keys()
+def assert_converted(states: dict[str, torch.Tensor], before: dict[str, torch.Tensor], form: str) -> None:
+    assert states.keys() == before.keys()
     for key, value in before.items():
         if form == "fp32" or key.endswith("step"):
-            assert torch.equal(found[key], value), key
+            assert torch.equal(states[key], value), key
         elif form == "bf16":
-            assert torch.equal(found[key], value.bfloat16().float()), key
+            assert torch.equal(states[key], value.bfloat16().float()), key
         else:
-            assert_close_to_nearest(found[key].view(-1), value.view(-1), key.endswith(("exp_avg_sq", "sum")))
+            assert_close_to_nearest(states[key].view(-1), value.view(-1), key.endswith(("exp_avg_sq", "sum")))
 
 
 @pytest.mark.sample(1)
@@ -658,9 +660,9 @@ def on_two_ranks_masters(job: Job, folder: Path, run: str, moments: str) -> dict
     engine = start(job, DISK, folder, run=run, moments=moments, resume="auto")
     for step in range(engine.global_steps, 2):
         train_step(engine, job, step)
-    found = moments_of(engine)
+    result = moments_of(engine)
     engine.destroy()
-    return found
+    return result
 
 
 def fails_for_rank_1(store: Store, step: int, contents: Any, real: Any = Store.commit) -> None:
@@ -673,15 +675,15 @@ def fails_for_rank_1(store: Store, step: int, contents: Any, real: Any = Store.c
 @pytest.mark.parametrize(("before", "after"), [("fp32", "int8"), ("int8", "bf16")])
 def test_a_run_of_two_ranks_is_converted(before: str, after: str, ranks: RankPool, tmp_path: Path) -> None:
     job = JOB._replace(clip=0.0)
-    one, _ = ranks.run(on_two_ranks_masters, job, tmp_path, "default", before)
+    moments, _ = ranks.run(on_two_ranks_masters, job, tmp_path, "default", before)
     with pytest.MonkeyPatch.context() as patch:
         testing.replace(patch, "store.commit", fails_for_rank_1)
         assert convert(tmp_path / "default", "--moments", after, "--run", "other").exit_code == 1
     assert not (tmp_path / "other").exists(), "a part of the new run is left"
     done = convert(tmp_path / "default", "--moments", after, "--run", "other")
     assert done.exit_code == 0, done.output
-    for found in ranks.run(on_two_ranks_masters, job, tmp_path, "other", after):
-        assert_converted(found, one, after)
+    for result in ranks.run(on_two_ranks_masters, job, tmp_path, "other", after):
+        assert_converted(result, moments, after)
 
 
 def test_what_cannot_be_converted_is_refused_and_json_names_the_new_run(tmp_path: Path) -> None:
@@ -705,13 +707,13 @@ def test_what_cannot_be_converted_is_refused_and_json_names_the_new_run(tmp_path
         done = convert(*given)
         assert done.exit_code == 2 and message in done.output, (given, done.output)
     assert files(tmp_path) == before
-    found = json.loads(convert(run, "--moments", "int8", "--json").stdout)
-    assert found["run"] == f"{run}-int8" and found["step"] == 2
+    report = json.loads(convert(run, "--moments", "int8", "--json").stdout)
+    assert report["run"] == f"{run}-int8" and report["step"] == 2
     wide, narrow = ({"master": "fp32", "moments": form} for form in ("fp32", "int8"))
-    assert (found["before"], found["after"]) == (wide, narrow)
+    assert (report["before"], report["after"]) == (wide, narrow)
     states = run / "rank0" / "states"
     size = (tmp_path / "default-int8" / "rank0" / "states").stat().st_size
-    assert found["nbytes"] == size < states.stat().st_size
+    assert report["nbytes"] == size < states.stat().st_size
     modes = {each["run"]: each["mode"] for each in inspect(tmp_path)["runs"]}
     assert modes["default-int8"] == "bf16 int8-moments" and _is_whole(tmp_path / "default-int8")
     for offset in range(0, states.stat().st_size, 4096):  # both slots of some state

@@ -333,10 +333,10 @@ def test_a_step_that_was_refused_was_not_applied(tmp_path: Path) -> None:
 def test_another_optimizer_over_an_engines_parameters_is_refused(tmp_path: Path) -> None:
     """It would find no gradients, and train nothing, without a word."""
     engine = _start(tmp_path)
-    other = torch.optim.AdamW(engine.module.parameters(), lr=1e-2)
+    other_optimizer = torch.optim.AdamW(engine.module.parameters(), lr=1e-2)
     engine.backward(_loss(engine, 0))
     with pytest.raises(UsageError, match=r"its step would do nothing: .*call engine\.step\(\).* offload\.hf"):
-        other.step()
+        other_optimizer.step()
     engine.step()
     plain = _model()
     _plain(plain, torch.optim.AdamW(plain.parameters(), lr=1e-2), 0)
@@ -438,10 +438,10 @@ def test_a_look_at_its_states_during_training_is_an_error(tmp_path: Path) -> Non
     """They are in the engine: code that went on with an empty dict would do nothing, without a word."""
     engine, optimizer = start(tmp_path, adamw)
     _train(engine, 0)
-    for each in (optimizer, engine.optimizer):
+    for states_of in (optimizer, engine.optimizer):
         with pytest.raises(UsageError, match="are in the engine"):
-            each.state[each.param_groups[0]["params"][0]]
-        assert not each.state
+            states_of.state[states_of.param_groups[0]["params"][0]]
+        assert not states_of.state
     engine.destroy(remove=True)
 
 
@@ -450,13 +450,17 @@ def test_hooks_on_the_state_dict_meet_the_states(tmp_path: Path) -> None:
     _train(engine, 0)
     seen: list[str] = []
     hooks = (
-        engine.optimizer.register_state_dict_post_hook(lambda _, found: {**found, "phases": len(found["state"])}),
-        engine.optimizer.register_load_state_dict_pre_hook(lambda _, found: seen.append(f"{found['phases']} phases")),
+        engine.optimizer.register_state_dict_post_hook(
+            lambda _, state_dict: {**state_dict, "phases": len(state_dict["state"])}
+        ),
+        engine.optimizer.register_load_state_dict_pre_hook(
+            lambda _, state_dict: seen.append(f"{state_dict['phases']} phases")
+        ),
         engine.optimizer.register_load_state_dict_post_hook(lambda _: seen.append("loaded")),
     )
-    found = engine.optimizer.state_dict()
-    engine.optimizer.load_state_dict(found)
-    assert found["phases"] == 4 and seen == ["4 phases", "loaded"]
+    states = engine.optimizer.state_dict()
+    engine.optimizer.load_state_dict(states)
+    assert states["phases"] == 4 and seen == ["4 phases", "loaded"]
     for hook in hooks:
         hook.remove()
     assert engine.optimizer.state_dict().keys() == {"state", "param_groups"}
@@ -554,8 +558,10 @@ class TorchGroups:
 
     def add_param_group(self, group: dict[str, Any]) -> None:
         group["params"] = list(group["params"])
-        for other in self._optimizer.param_groups:
-            other["params"] = [p for p in other["params"] if all(p is not mine for mine in group["params"])]
+        for group_before in self._optimizer.param_groups:
+            group_before["params"] = [
+                p for p in group_before["params"] if all(p is not mine for mine in group["params"])
+            ]
         self._optimizer.add_param_group(group)
 
 
@@ -564,7 +570,7 @@ class TorchGroups:
 @pytest.mark.parametrize("schedule", [None, "WarmupLR"])
 @pytest.mark.numeric
 def test_a_group_for_what_trains_on(schedule: str | None, tmp_path: Path) -> None:
-    found = []
+    results = []
     for placement in (GROUPS_DISK, ("none", "none")):
         torch.manual_seed(GROUPS_JOB.seed)
         content = config(GROUPS_JOB, placement, tmp_path / "-".join(placement))
@@ -573,16 +579,16 @@ def test_a_group_for_what_trains_on(schedule: str | None, tmp_path: Path) -> Non
         engine, optimizer, *_ = offload.initialize(model=Layers(), config=content)
         losses = grouped(engine, optimizer)
         assert [len(group["params"]) for group in optimizer.param_groups] == [3, 2, 2, 2]
-        found.append((losses, engine.get_lr(), weights_of(engine)))
+        results.append((losses, engine.get_lr(), weights_of(engine)))
         engine.destroy(remove=True)
-    assert found[0][:2] == found[1][:2]
-    assert_same_tensors(found[0][2], found[1][2])
+    assert results[0][:2] == results[1][:2]
+    assert_same_tensors(results[0][2], results[1][2])
     rates = [GROUPS_JOB.lr, GROUPS_JOB.lr / 4, GROUPS_JOB.lr / 16, GROUPS_JOB.lr / 64]
-    assert found[0][1] == pytest.approx(rates)
+    assert results[0][1] == pytest.approx(rates)
     if schedule is None:
         plain = PlainEngine(GROUPS_JOB)
-        rounding_bounds.same_losses(found[0][0], grouped(plain, TorchGroups(plain.optimizer)), GROUPS_JOB)
-        rounding_bounds.same_weights(found[0][2], plain.module.state_dict(), GROUPS_JOB)
+        rounding_bounds.same_losses(results[0][0], grouped(plain, TorchGroups(plain.optimizer)), GROUPS_JOB)
+        rounding_bounds.same_weights(results[0][2], plain.module.state_dict(), GROUPS_JOB)
 
 
 def test_a_run_with_added_groups_is_resumed_with_as_many(tmp_path: Path) -> None:
@@ -741,8 +747,8 @@ def test_all_entries_of_a_group_come_back(saved: str, tmp_path: Path) -> None:
     assert torch.equal(entries[2]["mean"], torch.tensor([0.5, float("inf")]))
     assert train_step(engine, GROUPS_JOB, 2) == expected
     assert_same_tensors(weights_of(engine), weights_of(unbroken))
-    for each in (engine, unbroken):
-        each.destroy(remove=True)
+    for ended in (engine, unbroken):
+        ended.destroy(remove=True)
 
 
 def test_an_entry_that_no_commit_can_contain_is_an_error_at_the_next_call(tmp_path: Path) -> None:

@@ -117,8 +117,8 @@ def test_lamb_has_the_same_bits_in_tiles_of_any_size(
         assert 0 < testing.inspect(engine).tile_numel < 3 * 4096
         for step in range(job.steps):
             train_step(engine, job, step)
-        found = engine.module.state_dict()
-        assert_same_tensors(found, unbroken.weights, str(placement))
+        states = engine.module.state_dict()
+        assert_same_tensors(states, unbroken.weights, str(placement))
         engine.destroy(remove=True)
 
 
@@ -222,8 +222,8 @@ def test_momentum_of_one_group_leaves_the_other_as_torch_does(dampening: float, 
     optimizer, theirs = make(model), make(plain)
     engine = offload.initialize(model=model, optimizer=optimizer, config=settings)[0]
     for step in range(6):
-        for each in (optimizer, theirs):
-            each.param_groups[1]["momentum"] = 0.0 if step in (2, 3) else 0.5
+        for stepped in (optimizer, theirs):
+            stepped.param_groups[1]["momentum"] = 0.0 if step in (2, 3) else 0.5
         rows = torch.randn(4, 8, generator=torch.Generator().manual_seed(step))
         engine.backward(engine(rows.to(next(model.parameters()).dtype)).float().square().mean())
         # The engine's own gradients, which a matrix product of 16 bits rounds otherwise than one of 32.

@@ -167,9 +167,9 @@ def _plain_step(model: nn.Module, optimizer: torch.optim.Optimizer, step: int) -
 
 
 def _weights(engine: offload.Engine) -> dict[str, torch.Tensor]:
-    found = weights_of(engine)
+    weights = weights_of(engine)
     engine.destroy(remove=True)
-    return found
+    return weights
 
 
 def _plain(name: str, dtype: str, steps: int, clip: float = 0.0) -> dict[str, torch.Tensor]:
@@ -208,10 +208,10 @@ def test_placements_have_the_same_bits(name: str, dtype: str, tmp_path: Path) ->
     first: tuple[list[float], dict[str, torch.Tensor]] | None = None
     for placement in PLACEMENTS:
         engine = _start(name, tmp_path / "-".join(placement), placement, dtype)
-        found = train(engine, range(4)), _weights(engine)
-        first = first or found
-        assert found[0] == first[0]
-        assert_same_tensors(found[1], first[1], str(placement))
+        result = train(engine, range(4)), _weights(engine)
+        first = first or result
+        assert result[0] == first[0]
+        assert_same_tensors(result[1], first[1], str(placement))
 
 
 @pytest.mark.sample(1)
@@ -336,8 +336,8 @@ def test_states_are_looked_at_by_name(tmp_path: Path) -> None:
         train(engine, [step])
     for parameter, plain in ((weight, model.get_parameter("1.0.weight")), (bias, model.get_parameter("1.0.bias"))):
         for name, value in optimizer.state[plain].items():
-            found = offload.safe_get_full_optimizer_state(parameter, name)
-            assert found is not None and torch.equal(found, value), name
+            moment = offload.safe_get_full_optimizer_state(parameter, name)
+            assert moment is not None and torch.equal(moment, value), name
             local = offload.safe_get_local_optimizer_state(parameter, name)
             assert local is not None and torch.equal(local, value.view(-1))
     with pytest.raises(
@@ -699,8 +699,8 @@ def test_a_dry_run_leaves_every_generator() -> None:
         return [torch.rand(1).item(), random.random(), np.random.rand()]
 
     def seed() -> None:
-        for each in (torch.manual_seed, random.seed, np.random.seed):
-            each(3)
+        for seed_of in (torch.manual_seed, random.seed, np.random.seed):
+            seed_of(3)
 
     seed()
     expected = drawn()

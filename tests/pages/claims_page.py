@@ -125,8 +125,8 @@ def saved_by_recomputation() -> float:
 
 def claims() -> list[tuple[str, str, str]]:
     """Returns each claim, how it is shown, and the answer."""
-    one, eight, many = ({(e.weights, e.states): e.device for e in estimates_of_13b(n, 3)} for n in (1, 8, 64))
-    whole, kept = one["none", "none"], {(e.weights, e.states): e.device for e in estimates_of_13b(64, 2)}
+    single, eight, many = ({(e.weights, e.states): e.device for e in estimates_of_13b(n, 3)} for n in (1, 8, 64))
+    whole, kept = single["none", "none"], {(e.weights, e.states): e.device for e in estimates_of_13b(64, 2)}
     times = {n: whole / each["none", "none"] for n, each in ((8, eight), (64, many))}
     return [
         (
@@ -140,14 +140,14 @@ def claims() -> list[tuple[str, str, str]]:
             "13B: 48 GB, 16 GB and 6 GB of a GPU",
             "by count",
             f"a GPU takes {format_size(many['none', 'none'])} in stage 3 on 64 GPUs, "
-            f"{format_size(eight['none', 'none'])} on 8, and {format_size(one['nvme', 'nvme'])} on one GPU with all "
+            f"{format_size(eight['none', 'none'])} on 8, and {format_size(single['nvme', 'nvme'])} on one GPU with all "
             "states in RAM or on drives. The tutorials do not say on how many GPUs theirs are",
         ),
         (
             "ZeRO-Infinity takes 4 times less memory than tensor parallelism",
             "by count",
             f"states of 13B take {format_size(whole)} of one GPU without offload and "
-            f"{format_size(one['nvme', 'nvme'])} with it; Megatron itself was not measured",
+            f"{format_size(single['nvme', 'nvme'])} with it; Megatron itself was not measured",
         ),
         ("models 3 to 5 times larger than with DDP on the same machine", "by count and by measurement", larger()),
         (

@@ -55,13 +55,13 @@ def other_names() -> Iterator[str]:
     """Yields a row of the table of aliases for each option that has some."""
     root: Any = get_command(app)
     for command in commands():
-        found = root
+        node = root
         for name in command:
-            found = found.commands.get(name) if hasattr(found, "commands") else found
-        for parameter in found.params:
-            others = [name for name in parameter.opts[1:] if name.startswith("--")]
-            if others and parameter.opts[0].startswith("--"):
-                listed = ", ".join(f"`{name}`" for name in others)
+            node = node.commands.get(name) if hasattr(node, "commands") else node
+        for parameter in node.params:
+            aliases = [name for name in parameter.opts[1:] if name.startswith("--")]
+            if aliases and parameter.opts[0].startswith("--"):
+                listed = ", ".join(f"`{name}`" for name in aliases)
                 yield f"| `offload {' '.join(command)}` | `{parameter.opts[0]}` | {listed} |"
 
 

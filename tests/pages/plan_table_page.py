@@ -214,8 +214,8 @@ def readme_row(model: tuple[int, int], gpu: str, memory: str, drives: int) -> st
 
 def _sustained(planned: Planned) -> str:
     """Returns the seconds of a step at the writes that drives sustain, which a plan assumes without their curves."""
-    found = sustained_steps(planned)
-    return f"{max([planned.timing.seconds, *(found.seconds.values() if found else ())]):,.0f} s"
+    sustained = sustained_steps(planned)
+    return f"{max([planned.timing.seconds, *(sustained.seconds.values() if sustained else ())]):,.0f} s"
 
 
 def order_row(batch: int, accumulation: int) -> str:
@@ -419,14 +419,14 @@ def fastest(model: tuple[int, int], gpu: str, bandwidth: float | None, drives: i
     best: Planned | None = None
     for batch in _BATCHES:
         try:
-            found = recommend.choose(shape, hardware, Load(batch, _ACCUMULATION, chunked_loss=True), None)
+            choice = recommend.choose(shape, hardware, Load(batch, _ACCUMULATION, chunked_loss=True), None)
         except BudgetError:
             # Not even one sequence fits: the error says why.
             if batch == _BATCHES[-1] and best is None:
                 raise
             continue
-        if best is None or found.timing.tokens_per_second > _WORTH * best.timing.tokens_per_second:
-            best = found
+        if best is None or choice.timing.tokens_per_second > _WORTH * best.timing.tokens_per_second:
+            best = choice
         if best.load.alive > 1:
             break  # smaller micro-batches move the same bytes, and compute less well
     assert best is not None

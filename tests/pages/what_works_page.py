@@ -80,12 +80,12 @@ def files() -> list[Path]:
 
 def rows(items: Iterable[pytest.Item]) -> Rows:
     """Returns the rows of tests, whatever the order in which their files were collected."""
-    found: Rows = {}
+    rows: Rows = {}
     for item in sorted(items, key=lambda item: item.path.name):
         for mark in item.iter_markers("works"):
             area, what, outcome = mark.args
-            found[area, what] = (outcome, f"`{item.path.name}::{getattr(item, 'originalname', item.name)}`")
-    return found
+            rows[area, what] = (outcome, f"`{item.path.name}::{getattr(item, 'originalname', item.name)}`")
+    return rows
 
 
 def collect() -> Rows:
@@ -101,12 +101,12 @@ def collect() -> Rows:
     return rows(tests.items)
 
 
-def page(found: Rows) -> str:
+def page(rows: Rows) -> str:
     """Returns the page of rows."""
     lines = [HEAD]
-    for area in dict.fromkeys(area for area, _ in found):
+    for area in dict.fromkeys(area for area, _ in rows):
         lines += [f"## {area}\n", "| what | | test |", "|---|---|---|"]
-        for (mine, what), (outcome, test) in found.items():
+        for (mine, what), (outcome, test) in rows.items():
             if mine == area:
                 lines.append(f"| {what} | {outcome} | {test} |")
         lines.append("")

@@ -82,9 +82,9 @@ def about_itself(module: nn.Module) -> Any:
     facts = []
     for name, parameter in module.named_parameters():
         assert isinstance(parameter, nn.Parameter) and parameter.is_leaf and parameter.requires_grad
-        other = [torch.zeros_like(parameter).sum(), parameter.new_ones(3).sum(), torch.ones(2).to(parameter).sum()]
+        sums = [torch.zeros_like(parameter).sum(), parameter.new_ones(3).sum(), torch.ones(2).to(parameter).sum()]
         facts.append(
-            (name, tuple(parameter.shape), parameter.numel(), parameter.dim(), len(parameter), *map(float, other))
+            (name, tuple(parameter.shape), parameter.numel(), parameter.dim(), len(parameter), *map(float, sums))
         )
     return [*facts, sum(p.numel() for p in module.parameters()), len(list(module.named_parameters()))]
 
@@ -110,13 +110,13 @@ def by_pickle(module: nn.Module) -> Any:
 
 def by_deepcopy(module: nn.Module) -> Any:
     """The copy is an ordinary model, whose use touches neither engine nor original."""
-    other = copy.deepcopy(module)
-    assert not any(isinstance(p, PagedParameter) for p in other.parameters())
-    assert other.lm_head.weight is other.transformer.wte.weight
-    ids = models.tokens(7, 0).to(other.lm_head.weight.device)
-    loss = other(input_ids=ids, labels=ids).loss
+    duplicate = copy.deepcopy(module)
+    assert not any(isinstance(p, PagedParameter) for p in duplicate.parameters())
+    assert duplicate.lm_head.weight is duplicate.transformer.wte.weight
+    ids = models.tokens(7, 0).to(duplicate.lm_head.weight.device)
+    loss = duplicate(input_ids=ids, labels=ids).loss
     loss.backward()
-    return [float(loss.detach()), *sums(other), float(other.lm_head.weight.grad.double().sum())]
+    return [float(loss.detach()), *sums(duplicate), float(duplicate.lm_head.weight.grad.double().sum())]
 
 
 def ema_by_hand(module: nn.Module) -> Any:
@@ -141,18 +141,18 @@ def ema_of_torch(module: nn.Module) -> Any:
 
 def shadow_weights(module: nn.Module) -> Any:
     """The EMA that many copy: apply the shadow, look, put the backup back. What `.data` gave stays what it was."""
-    backup, found = {}, []
+    backup, values = {}, []
     shadow = {name: parameter.data.clone() * 0.5 for name, parameter in module.named_parameters()}
     for name, parameter in module.named_parameters():
         backup[name] = parameter.data
         parameter.data = shadow[name]
-    found += sums(module)
+    values += sums(module)
     for name, parameter in module.named_parameters():
         parameter.data = backup[name]
     first, second = module.transformer.h[0].mlp.c_fc.weight, module.transformer.h[1].mlp.c_fc.weight
     old = first.data
     first.data, second.data = second.data, first.data
-    return [*found, *sums(module), float(old.double().sum())]
+    return [*values, *sums(module), float(old.double().sum())]
 
 
 def initialized(module: nn.Module) -> Any:
@@ -275,9 +275,9 @@ def _train_round(engine: Any, job: Job, action: Action) -> tuple[list[float], An
 
 def _round(job: Job, action: Action, placement: tuple[str, str], folder: Path, **options: Any) -> Any:
     engine = start(job, placement, folder, **options)
-    found = _train_round(engine, job, action)
+    result = _train_round(engine, job, action)
     engine.destroy(remove=True)
-    return found
+    return result
 
 
 @pytest.mark.sample(2)
@@ -497,13 +497,13 @@ def test_an_edit_in_bf16_is_the_master_too(tmp_path: Path) -> None:
 
     def losses(name: str, edit: Callable[[torch.Tensor], None]) -> list[float]:
         engine = start(job, DISK, tmp_path / name)
-        found = [train_step(engine, job, step) for step in range(2)]
+        losses = [train_step(engine, job, step) for step in range(2)]
         with torch.no_grad():
             for parameter in engine.module.parameters():
                 edit(parameter)
-        found += [train_step(engine, job, step) for step in range(2, job.steps)]
+        losses += [train_step(engine, job, step) for step in range(2, job.steps)]
         engine.destroy(remove=True)
-        return found
+        return losses
 
     in_place = losses("in place", lambda parameter: parameter.mul_(0.5))
     assert in_place == losses("given", lambda parameter: parameter.copy_(parameter.detach().float() * 0.5))
@@ -540,10 +540,10 @@ def test_an_edit_is_committed(dtype: str, placement: tuple[str, str], tmp_path: 
 
     unbroken = start(job, placement, tmp_path / "whole")
     cut = start(job, placement, tmp_path / "cut")
-    expected, found = [], []
+    expected, losses = [], []
     for step in range(2):
         expected.append(train_step(unbroken, job, step))
-        found.append(train_step(cut, job, step))
+        losses.append(train_step(cut, job, step))
     edit(unbroken)
     edit(cut)
     cut.destroy()
@@ -551,8 +551,8 @@ def test_an_edit_is_committed(dtype: str, placement: tuple[str, str], tmp_path: 
     assert cut.global_steps == 2
     for step in range(2, job.steps):
         expected.append(train_step(unbroken, job, step))
-        found.append(train_step(cut, job, step))
-    assert found == expected
+        losses.append(train_step(cut, job, step))
+    assert losses == expected
     assert_same_tensors(cut.module.state_dict(), unbroken.module.state_dict())
     unbroken.destroy(remove=True)
     cut.destroy(remove=True)
@@ -629,9 +629,9 @@ def test_each_initializer_gives_the_values_of_torch(placement: tuple[str, str], 
     plain = images()
     plain.load_state_dict({name: value.cpu() for name, value in engine.state_dict().items()})
     for name in INITIALIZERS:
-        found = initialized(engine.module, name)
+        weights = initialized(engine.module, name)
         if engine.device.type == "cpu":  # another device has a generator of its own
-            assert_same_tensors(found, initialized(plain, name), name)
+            assert_same_tensors(weights, initialized(plain, name), name)
     train_step(engine, JOB, 0)
     engine.destroy(remove=True)
 
@@ -672,20 +672,20 @@ def test_a_view_in_another_shape_is_the_parameter(placement: tuple[str, str], tm
 @pytest.mark.works(AREA, "`register_multi_grad_hook`, `get_gradient_edge`, `p.expand_as(p).grad_fn`", "right")
 def test_hooks_at_the_nodes_of_parameters_fire(placement: tuple[str, str], gathered: bool, tmp_path: Path) -> None:
     def seen(engine: Any, module: nn.Module) -> list[Any]:
-        found: list[Any] = []
+        gradients: list[Any] = []
         parameters = list(module.parameters())
         nodes = [get_gradient_edge(parameters[0]).node, parameters[1].expand_as(parameters[1]).grad_fn]
         nodes[1] = nodes[1].next_functions[0][0]
         assert [node.name() for node in nodes] == ["torch::autograd::AccumulateGrad"] * 2
-        handles = [node.register_prehook(lambda grads: found.append(grads[0].clone())) for node in nodes]
+        handles = [node.register_prehook(lambda grads: gradients.append(grads[0].clone())) for node in nodes]
         handles.append(
-            register_multi_grad_hook(parameters, lambda grads: found.append([each.clone() for each in grads]))
+            register_multi_grad_hook(parameters, lambda grads: gradients.append([each.clone() for each in grads]))
         )
-        handles.append(register_multi_grad_hook(parameters, lambda grad: found.append("any"), mode="any"))
+        handles.append(register_multi_grad_hook(parameters, lambda grad: gradients.append("any"), mode="any"))
         loss(engine, 0, 0).backward()
         for handle in handles:
             handle.remove()
-        return sorted(found, key=str)
+        return sorted(gradients, key=str)
 
     engine = start(JOB, placement, tmp_path)
     if gathered:

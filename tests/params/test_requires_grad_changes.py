@@ -83,11 +83,11 @@ ROWS = [pytest.param(name, marks=pytest.mark.works(AREA, name, "right")) for nam
 def test_changes_of_requires_grad_act_as_in_pytorch(name: str, dtype: str, tmp_path: Path) -> None:
     loop, job = LOOPS[name]
     job = job._replace(dtype=dtype)
-    found = []
+    results = []
     for placement in (DISK, ("none", "none")):
         engine = start(job, placement, tmp_path / "-".join(placement))
         losses = loop(engine)
-        found.append((losses, weights_of(engine)))
+        results.append((losses, weights_of(engine)))
         counts = {
             segment.name: count
             for layout, mine in zip(
@@ -96,8 +96,8 @@ def test_changes_of_requires_grad_act_as_in_pytorch(name: str, dtype: str, tmp_p
             for segment, count in zip(layout.segments, mine, strict=True)
         }
         engine.destroy(remove=True)
-    assert found[0][0] == found[1][0]
-    assert_same_tensors(found[0][1], found[1][1])
+    assert results[0][0] == results[1][0]
+    assert_same_tensors(results[0][1], results[1][1])
     if loop is gradually:
         assert [counts[name] for name in ("head.weight", "layers.2.bias", "layers.1.weight", "layers.1.bias")] == [
             8,
@@ -108,8 +108,8 @@ def test_changes_of_requires_grad_act_as_in_pytorch(name: str, dtype: str, tmp_p
         assert [counts[name] for name in ("layers.0.weight", "embedding.weight")] == [2, 2]
     if dtype == "fp32":
         plain = PlainEngine(job)
-        rounding_bounds.same_losses(found[0][0], loop(plain), job)
-        rounding_bounds.same_weights(found[0][1], plain.module.state_dict(), job)
+        rounding_bounds.same_losses(results[0][0], loop(plain), job)
+        rounding_bounds.same_weights(results[0][1], plain.module.state_dict(), job)
 
 
 def test_what_is_frozen_meanwhile_is_resumed(tmp_path: Path) -> None:

@@ -33,7 +33,7 @@ class Machine(NamedTuple):
     gpu: int
     ram: int
     products: float
-    other: float
+    device_rate: float
     """Rate of the GPU's memory, for all work but products."""
     link: float
     """Copies, each way."""
@@ -45,21 +45,21 @@ class Machine(NamedTuple):
     @property
     def hardware(self) -> Hardware:
         """Returns the machine as a plan takes it, with one drive."""
-        other, link, host, read, write = (1e9 * rate for rate in self[3:])
+        device_rate, link, host, read, write = (1e9 * rate for rate in self[3:])
         return Hardware(
             name=f"{self.gpu} GiB",
             dtype="bf16",
             gpu_memory=int(_FREE * self.gpu * GIB),
             ram=int(_FREE * self.ram * GIB),
             matmul=1e12 * self.products,
-            weights=other,
-            fresh=other,
-            elementwise=other,
+            weights=device_rate,
+            fresh=device_rate,
+            elementwise=device_rate,
             upload=link,
             download=link,
             memory=host,
             optimizer=_HOST_SHARE * host / KERNEL_BYTES["bf16"],
-            device_optimizer=other / KERNEL_BYTES["bf16"],
+            device_optimizer=device_rate / KERNEL_BYTES["bf16"],
             gradient=_HOST_SHARE * host / 4,
             handed_seconds=0.6e-3,
             drives=(Drive("drive", read, write, 2 / (1 / read + 1 / write)),),
@@ -177,5 +177,5 @@ def _cases() -> Iterator[tuple[str, Case]]:
 CASES = {**IN_RAM, **dict(_cases())}
 
 if __name__ == "__main__":
-    found = {name: float(f"{case.planned().timing.seconds:.6g}") for name, case in CASES.items()}
-    PINS.write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
+    pins = {name: float(f"{case.planned().timing.seconds:.6g}") for name, case in CASES.items()}
+    PINS.write_text(json.dumps(pins, indent=1) + "\n", encoding="utf-8")

@@ -37,10 +37,10 @@ def test_a_report_for_people_and_one_for_programs(tmp_path: Path) -> None:
         "versions",
     ):
         assert message in plain.stdout, message
-    found = json.loads(CliRunner().invoke(app, ["info", "--nvme-path", str(tmp_path), "--json"]).stdout)
+    report = json.loads(CliRunner().invoke(app, ["info", "--nvme-path", str(tmp_path), "--json"]).stdout)
     works = [name for name in BACKENDS if refusals()[name] is None]
-    assert found["io"]["backend"] == works[0] and set(found["io"]["backends"]) == set(BACKENDS)
-    (drive,) = found["drives"]
+    assert report["io"]["backend"] == works[0] and set(report["io"]["backends"]) == set(BACKENDS)
+    (drive,) = report["drives"]
     assert drive["path"] == str(tmp_path) and drive["free_bytes"] > 0 and drive["file_system"]
     assert not list(tmp_path.iterdir())
 
@@ -53,10 +53,10 @@ found = facts()
 print(json.dumps(found))
 print(json.dumps(lines(found)))
 """
-    found, reports = map(json.loads, refusing(tmp_path, {"io_uring_setup": errno.EPERM}, code))
-    assert found["io"]["backend"] != "io_uring" and "EPERM" in found["io"]["why"]
-    assert "EPERM" in found["io"]["backends"]["io_uring"]
-    assert any("io_uring" in message for message in found["advice"])
+    report, reports = map(json.loads, refusing(tmp_path, {"io_uring_setup": errno.EPERM}, code))
+    assert report["io"]["backend"] != "io_uring" and "EPERM" in report["io"]["why"]
+    assert "EPERM" in report["io"]["backends"]["io_uring"]
+    assert any("io_uring" in message for message in report["advice"])
     assert any(name == "advice" for name, _ in reports)
 
 
@@ -69,9 +69,9 @@ def test_a_folder_that_is_not_there() -> None:
 def test_memory_is_not_a_drive() -> None:
     if not os.access("/dev/shm", os.W_OK):
         pytest.skip("no /dev/shm")
-    found = info.facts(["/dev/shm"])
-    assert found["drives"][0]["file_system"] == "tmpfs"
-    assert any("is memory" in message for message in found["advice"])
+    report = info.facts(["/dev/shm"])
+    assert report["drives"][0]["file_system"] == "tmpfs"
+    assert any("is memory" in message for message in report["advice"])
 
 
 def test_advice_has_a_line_for_each_thing_that_is_slow() -> None:
@@ -96,15 +96,15 @@ def test_advice_has_a_line_for_each_thing_that_is_slow() -> None:
 
 def test_the_machine_is_reported() -> None:
     """Kernels and why, processor's features, memory and its limit, nodes, GPUs: what a bug report must hold."""
-    found = info.facts()
+    report = info.facts()
     limit = os.environ.get("OFFLOAD_ISA")
-    assert found["kernels"]["isa"] == (limit or found["kernels"]["supported"][-1])
-    assert found["kernels"]["threads"] >= 1 and ("OFFLOAD_ISA" if limit else "the best") in found["kernels"]["why"]
-    memory = found["memory"]
+    assert report["kernels"]["isa"] == (limit or report["kernels"]["supported"][-1])
+    assert report["kernels"]["threads"] >= 1 and ("OFFLOAD_ISA" if limit else "the best") in report["kernels"]["why"]
+    memory = report["memory"]
     assert 0 < memory["free_bytes"] <= (memory["limit_bytes"] or memory["total_bytes"]) <= memory["total_bytes"]
-    cpus = [each["cpus"] for each in found["numa"]]
+    cpus = [each["cpus"] for each in report["numa"]]
     assert not cpus or any(cpus)
-    assert bool(found["gpus"]["devices"]) == (found["gpus"]["why"] is None)
+    assert bool(report["gpus"]["devices"]) == (report["gpus"]["why"] is None)
 
 
 def test_nodes_are_read_from_the_system(tmp_path: Path) -> None:
@@ -141,10 +141,10 @@ def test_a_disk_is_found_below_partitions_and_mappings(tmp_path: Path) -> None:
     (mapping / "slaves" / "nvme0n1p2").symlink_to(partition)
     number = os.stat(tmp_path).st_dev
     (tmp_path / f"dev/block/{os.major(number)}:{os.minor(number)}").symlink_to(mapping)
-    (found,) = system.disks(str(tmp_path), "none", tmp_path)
-    assert (found["name"], found["model"], found["rotational"]) == ("nvme0n1", "FAST 1TB", False)
-    assert found["link"] == {"lanes": 2, "most_lanes": 4, "speed": "16.0 GT/s PCIe", "most_speed": "16.0 GT/s PCIe"}
-    drive = {"path": "/x", "o_direct": True, "file_system": "ext4", "disks": [found]}
+    (facts,) = system.disks(str(tmp_path), "none", tmp_path)
+    assert (facts["name"], facts["model"], facts["rotational"]) == ("nvme0n1", "FAST 1TB", False)
+    assert facts["link"] == {"lanes": 2, "most_lanes": 4, "speed": "16.0 GT/s PCIe", "most_speed": "16.0 GT/s PCIe"}
+    drive = {"path": "/x", "o_direct": True, "file_system": "ext4", "disks": [facts]}
     usual = info.facts() | {"drives": [drive]}
     assert any("2 of 4 lanes" in message for message in info.advice(usual))
 
@@ -193,11 +193,11 @@ def sliced(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_a_slice_and_what_hides_the_rest_are_reported(sliced: None, tmp_path: Path) -> None:
-    found = system.gpus(tmp_path)
-    assert found["why"] is None and found["visible"] == {"CUDA_VISIBLE_DEVICES": f"MIG-{PROPERTIES.uuid}"}
-    (device,) = found["devices"]
+    cards = system.gpus(tmp_path)
+    assert cards["why"] is None and cards["visible"] == {"CUDA_VISIBLE_DEVICES": f"MIG-{PROPERTIES.uuid}"}
+    (device,) = cards["devices"]
     assert device["slice"] == "3g.20gb" and device["memory_bytes"] == 20 << 30
-    rows = info._of_gpus(found)
+    rows = info._of_gpus(cards)
     assert rows[0][0] == "GPU" and rows[0][1].startswith("NVIDIA A100-SXM4-40GB, slice 3g.20gb, 20.0 GiB")
     words = [f"{name.strip()}: {value}" for name, value in rows]
     assert any(line.startswith("CUDA_VISIBLE_DEVICES: 'MIG-c7384736") for line in words)
@@ -209,9 +209,9 @@ def test_a_variable_that_hides_every_gpu_is_named(monkeypatch: pytest.MonkeyPatc
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     monkeypatch.setattr(torch.version, "cuda", "12.8")
-    found = system.gpus(tmp_path)
-    assert found["why"].endswith("finds no CUDA device; CUDA_VISIBLE_DEVICES is ''")
-    assert ("  CUDA_VISIBLE_DEVICES", "''") in info._of_gpus(found)
+    cards = system.gpus(tmp_path)
+    assert cards["why"].endswith("finds no CUDA device; CUDA_VISIBLE_DEVICES is ''")
+    assert ("  CUDA_VISIBLE_DEVICES", "''") in info._of_gpus(cards)
 
 
 @pytest.mark.parametrize(("code", "expected"), [("echo 'GPU 0: A (UUID: GPU-1)'", 1), ("exit 9", None)])
@@ -242,9 +242,9 @@ def test_where_no_backend_works_the_reasons_are_told(monkeypatch: pytest.MonkeyP
 def test_the_doctor_says_what_to_do_and_fails_if_a_run_would(tmp_path: Path) -> None:
     good = CliRunner().invoke(app, ["doctor", str(tmp_path), "--json"])
     assert good.exit_code == 0, good.output
-    found = {each["name"]: each for each in json.loads(good.stdout)}
-    assert found[f"drive of {tmp_path}"]["level"] != "error" and "offload probe" in found["probe"]["words"]
-    assert {"I/O", "locked memory", "open files", "memory", "GPU"} <= found.keys()
+    levels = {each["name"]: each for each in json.loads(good.stdout)}
+    assert levels[f"drive of {tmp_path}"]["level"] != "error" and "offload probe" in levels["probe"]["words"]
+    assert {"I/O", "locked memory", "open files", "memory", "GPU"} <= levels.keys()
     bad = CliRunner().invoke(app, ["doctor", str(tmp_path / "missing")])
     assert bad.exit_code == 1 and "error" in bad.stdout and "make the folder" in " ".join(bad.stdout.split())
 
@@ -256,6 +256,6 @@ def test_the_doctor_sees_what_a_machine_lacks() -> None:
     report["drives"] = [
         {"path": "/a", "file_system": "ext4", "device": "sda", "o_direct": True, "free_bytes": 0, "disks": []}
     ]
-    found = {(each.level, each.name): each.words for each in info.findings(report, probed=True)}
-    assert "ulimit -n 4096" in found["warning", "open files"] and ("warning", "pinned memory") in found
-    assert "free some room" in found["error", "drive of /a"] and ("warning", "probe") not in found
+    words = {(each.level, each.name): each.words for each in info.findings(report, probed=True)}
+    assert "ulimit -n 4096" in words["warning", "open files"] and ("warning", "pinned memory") in words
+    assert "free some room" in words["error", "drive of /a"] and ("warning", "probe") not in words

@@ -184,8 +184,8 @@ def test_auto_takes_the_device_then_host_memory_then_disk() -> None:
     least = need(of, Load(1, recompute=True, chunked_loss=True, on_host=3)).device
 
     def tiers(device: int, host: int, drives: bool = True) -> tuple[int, int]:
-        got = placed(of, load, AUTO, Need(device, host, 1 << 50), drives)
-        return got.on_disk, got.on_host
+        placement = placed(of, load, AUTO, Need(device, host, 1 << 50), drives)
+        return placement.on_disk, placement.on_host
 
     # Two of the three that leave are on their way at the worst moment, so only the third frees device memory.
     assert need(of, Load(1, recompute=True, chunked_loss=True)).device == least + INPUT

@@ -84,19 +84,19 @@ def saved_nbytes(outputs: Iterable[torch.Tensor], weights: Iterable[torch.Tensor
         return local.untyped_storage()
 
     known = {storage(weight).data_ptr() for weight in weights}
-    found: dict[int, int] = {}
+    nbytes: dict[int, int] = {}
     nodes = [output.grad_fn for output in outputs]
     seen = set(nodes)
     for node in nodes:  # grows
         saved = [getattr(node, name) for name in dir(node) if name.startswith("_saved_") or name == "saved_tensors"]
         for tensor in torch.utils._pytree.tree_leaves(saved):
             if isinstance(tensor, torch.Tensor) and (part := storage(tensor)).data_ptr() not in known:
-                found[part.data_ptr()] = part.nbytes()
+                nbytes[part.data_ptr()] = part.nbytes()
         for before, _ in node.next_functions:
             if before is not None and before not in seen:
                 seen.add(before)
                 nodes.append(before)
-    return sum(found.values())
+    return sum(nbytes.values())
 
 
 def kept_by_a_row(job: Job, folder: Path) -> int:
@@ -160,8 +160,8 @@ def test_the_planned_activations_are_those_that_two_ranks_keep(ranks: RankPool, 
     assert divided < 0.75 * whole
     first, last = planned(from_training(Whole(), 16, torch.float32, BY_BLOCKS, {}), Cluster(2, pipeline=2))
     logits = 4 * 16 * pipelines.VOCABULARY * 4  # that the loss keeps, which torch's schedule computes after the forward
-    found = dict(ranks.run(kept_by_stages, pipelines.JOB._replace(model=numbered), tmp_path / "stages"))
-    assert found == {0: pytest.approx(first, rel=0.01), 1: pytest.approx(last - logits, rel=0.01)}
+    kept = dict(ranks.run(kept_by_stages, pipelines.JOB._replace(model=numbered), tmp_path / "stages"))
+    assert kept == {0: pytest.approx(first, rel=0.01), 1: pytest.approx(last - logits, rel=0.01)}
 
 
 def test_the_first_stage_has_most_activations_and_needs_a_block() -> None:
@@ -191,15 +191,15 @@ def planned(cluster: Cluster, billions: int = 7, ram: int = 512) -> dict[int, Ra
 
 
 def test_stages_divide_states_and_gradients_and_machines_share_a_link() -> None:
-    one = planned(Cluster(8, link=300e9))
-    assert 0 not in one, "7B in fp32 states on each of 8 GPUs has no room in 512 GB"
+    plans = planned(Cluster(8, link=300e9))
+    assert 0 not in plans, "7B in fp32 states on each of 8 GPUs has no room in 512 GB"
     weights = 2 * 7e9 * 7 / 8
-    assert one[2].traffic.weights.nbytes == pytest.approx(weights, rel=0.02)
-    assert one[2].traffic.gradients.nbytes == pytest.approx(4 * weights, rel=0.02)
-    assert one[1].traffic.gradients.nbytes == pytest.approx(2 * weights, rel=0.02), "sums in fp32, once a step"
+    assert plans[2].traffic.weights.nbytes == pytest.approx(weights, rel=0.02)
+    assert plans[2].traffic.gradients.nbytes == pytest.approx(4 * weights, rel=0.02)
+    assert plans[1].traffic.gradients.nbytes == pytest.approx(2 * weights, rel=0.02), "sums in fp32, once a step"
     two = planned(Cluster(8, 2, 25e9))
-    assert two[2].device < one[2].device and two[2].tokens == 2 * one[2].tokens
-    assert two[2].busy["links"] > one[2].busy["links"] and two[2].busy["compute"] <= one[2].busy["compute"] * 1.01
+    assert two[2].device < plans[2].device and two[2].tokens == 2 * plans[2].tokens
+    assert two[2].busy["links"] > plans[2].busy["links"] and two[2].busy["compute"] <= plans[2].busy["compute"] * 1.01
     assert fastest(two).seconds == max(fastest(two).busy.values())
 
 

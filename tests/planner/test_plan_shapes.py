@@ -32,9 +32,9 @@ from tests.support.models import DECODER
 def test_a_shape_of_another_length_is_that_of_a_count_of_it() -> None:
     counted, scaled = from_count(10**9, 16, 2048), from_count(10**9, 16, 512).at(2048)
     assert counted._replace(uses=()) == scaled._replace(uses=())
-    for one, other in zip(counted.uses, scaled.uses, strict=True):
-        assert other.choice == one.choice
-        assert other[:-1] == pytest.approx(one[:-1])
+    for left, right in zip(counted.uses, scaled.uses, strict=True):
+        assert right.choice == left.choice
+        assert right[:-1] == pytest.approx(left[:-1])
 
 
 def test_a_model_shows_its_blocks_its_mlps_and_its_attention(tmp_path: Path) -> None:
@@ -42,8 +42,8 @@ def test_a_model_shows_its_blocks_its_mlps_and_its_attention(tmp_path: Path) -> 
     short, long = (from_name(llama(tmp_path), tokens) for tokens in (512, 2048))
     assert [block.name for block in short.blocks] == [f"model.layers.{index}" for index in range(3)]
     assert short.positions == 8192 and short.itemsize == 2
-    for one, four in zip(short.uses[2:], long.uses[2:], strict=True):
-        assert four.saved == pytest.approx(4 * one.saved, rel=1e-3)
+    for single, four in zip(short.uses[2:], long.uses[2:], strict=True):
+        assert four.saved == pytest.approx(4 * single.saved, rel=1e-3)
     layer, tokens = short.uses[2], 512
     assert layer.attention == 4 * tokens * tokens * 256 and long.uses[2].attention == 16 * layer.attention
     assert layer.mlp_flops == 2 * tokens * 3 * 256 * 768
@@ -199,13 +199,13 @@ def test_the_rates_come_to_what_was_timed(
     shape_measured: Shape, machine: Hardware, taking: Callable[[float], list[int]]
 ) -> None:
     layers = taking(2.5)
-    found = request.measured(machine, shape_measured, Load(3), BF16, BY_BLOCKS)
+    figures = request.measured(machine, shape_measured, Load(3), BF16, BY_BLOCKS)
     assert layers == [4]
-    assert request.compute_seconds(shape_measured, found, 3) == pytest.approx(2.5)
-    assert found.measured is not None and found.measured[:3] == (4, 4, 2.5)
-    assert found.measured.by_probe_seconds == request.compute_seconds(shape_measured, machine, 3)
+    assert request.compute_seconds(shape_measured, figures, 3) == pytest.approx(2.5)
+    assert figures.measured is not None and figures.measured[:3] == (4, 4, 2.5)
+    assert figures.measured.by_probe_seconds == request.compute_seconds(shape_measured, machine, 3)
     same = ("matmul", "weights", "fresh", "elementwise", "measured")
-    assert replace(found, **{name: getattr(machine, name) for name in same}) == machine, "nothing else has changed"
+    assert replace(figures, **{name: getattr(machine, name) for name in same}) == machine, "nothing else has changed"
 
 
 @pytest.mark.slow
@@ -213,14 +213,20 @@ def test_a_model_without_room_is_measured_by_some_layers(
     shape_measured: Shape, machine: Hardware, taking: Callable[[float], list[int]], tmp_path: Path
 ) -> None:
     layers = taking(1.0)
-    one = from_name(shape_measured.name, TOKENS, layers=1)
-    least = 2 * request._nbytes(one, 1, BF16)
-    each = (2 * request._nbytes(shape_measured, 1, BF16) - least) // 3
-    for more, taken in ((0, 1), (each - 1000, 1), (each + 1000, 2), (2 * each + 1000, 3), (3 * each + 1000, 4)):
-        found = request.measured(replace(machine, ram=least + more), shape_measured, Load(1), BF16, BY_BLOCKS)
+    single = from_name(shape_measured.name, TOKENS, layers=1)
+    least = 2 * request._nbytes(single, 1, BF16)
+    layer_nbytes = (2 * request._nbytes(shape_measured, 1, BF16) - least) // 3
+    for more, taken in (
+        (0, 1),
+        (layer_nbytes - 1000, 1),
+        (layer_nbytes + 1000, 2),
+        (2 * layer_nbytes + 1000, 3),
+        (3 * layer_nbytes + 1000, 4),
+    ):
+        figures = request.measured(replace(machine, ram=least + more), shape_measured, Load(1), BF16, BY_BLOCKS)
         assert layers[-1] == taken, more
         part = from_name(shape_measured.name, TOKENS, layers=taken)
-        assert request.compute_seconds(part, found, 1) == pytest.approx(1.0)
+        assert request.compute_seconds(part, figures, 1) == pytest.approx(1.0)
     with pytest.raises(ConfigError, match=r"the smallest part of .* give a smaller --batch-size or --seq-len"):
         request.measured(replace(machine, ram=least - 1000), shape_measured, Load(1), BF16, BY_BLOCKS)
 
@@ -241,8 +247,8 @@ def test_what_is_free_now_counts(
 ) -> None:
     """A plan may be for more memory than there is (--ram)."""
     layers = taking(1.0)
-    one = from_name(shape_measured.name, TOKENS, layers=1)
-    testing.replace(monkeypatch, "memory.free_for_plan", lambda: 2 * request._nbytes(one, 1, BF16))
+    single = from_name(shape_measured.name, TOKENS, layers=1)
+    testing.replace(monkeypatch, "memory.free_for_plan", lambda: 2 * request._nbytes(single, 1, BF16))
     request.measured(machine, shape_measured, Load(1), BF16, BY_BLOCKS)
     assert layers == [1]
 

@@ -69,14 +69,14 @@ def test_a_step_with_rare_commits_is_the_mean_of_those_with_and_without() -> Non
     """The drives write the states of a commit in one step, and are idle in the others."""
     shape = from_count(350 * 10**6, 8, 1024)
     machine = described("RTX 4090", 32 * GIB, [parse_drive("7GB/s,1GB/s")])
-    calm, rare, each = (
+    calm, rare, frequent = (
         plan(shape, machine, Load(1, 1, True), weights="cpu", states="cpu", durability=durability).timing
         for durability in ({"every": 10**9}, {"every": 4}, "step")
     )
-    assert calm.seconds < 0.5 and each.seconds > 4, "12 bytes of each parameter at 1 GB/s"
-    assert rare.seconds == pytest.approx((3 * calm.seconds + each.seconds) / 4)
-    assert rare.moved.written == pytest.approx(each.moved.written / 4, rel=1e-6)
-    assert rare.waited.update == pytest.approx((3 * calm.waited.update + each.waited.update) / 4)
+    assert calm.seconds < 0.5 and frequent.seconds > 4, "12 bytes of each parameter at 1 GB/s"
+    assert rare.seconds == pytest.approx((3 * calm.seconds + frequent.seconds) / 4)
+    assert rare.moved.written == pytest.approx(frequent.moved.written / 4, rel=1e-6)
+    assert rare.waited.update == pytest.approx((3 * calm.waited.update + frequent.waited.update) / 4)
 
 
 def test_the_states_that_a_step_needs_first_are_not_read(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -122,7 +122,7 @@ def small(itemsize: int = 2) -> Shape:
 
 
 def machine(on_cpu: bool, drive: str, dtype: str = "bf16", **rates: float) -> Hardware:
-    found = described("RTX 4090", 8 * GIB, [parse_drive(drive)], 30e9, dtype=dtype)
+    machine = described("RTX 4090", 8 * GIB, [parse_drive(drive)], 30e9, dtype=dtype)
     of_cpu = {
         "gpu_memory": 0,
         "matmul": 2e11,
@@ -131,7 +131,7 @@ def machine(on_cpu: bool, drive: str, dtype: str = "bf16", **rates: float) -> Ha
         "elementwise": 1e10,
         "handed_seconds": 4e-4,
     }
-    return replace(found, **(of_cpu if on_cpu else {}) | rates)
+    return replace(machine, **(of_cpu if on_cpu else {}) | rates)
 
 
 def planned(shape: Shape, on: Hardware, load: Load, tiers: tuple[str, str], **options: int) -> recommend.Planned:
@@ -144,9 +144,9 @@ def test_no_least_is_above_what_is_predicted(
     on_cpu: bool, tiers: tuple[str, str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The bound itself, without what cuts it off where both are one sum."""
-    found: list[float] = []
+    leasts: list[float] = []
     real = step_time._least
-    monkeypatch.setattr(step_time, "_least", lambda *given: found.append(real(*given)) or found[-1])
+    monkeypatch.setattr(step_time, "_least", lambda *given: leasts.append(real(*given)) or leasts[-1])
     reached = {False: 0, True: 0}
     loads = (Load(1), Load(8), Load(1, 3, schedule="micro_batch_major"), Load(1, 3, schedule="layer_major"))
     for drive, load, dtype, speculate in itertools.product(
@@ -154,8 +154,8 @@ def test_no_least_is_above_what_is_predicted(
     ):
         load = load._replace(speculate=speculate)
         prediction = planned(small(4 if dtype == "fp32" else 2), machine(on_cpu, drive, dtype), load, tiers).timing
-        assert found[-1] <= prediction.seconds * (1 + 1e-9), (drive, load, dtype)
-        reached[speculate] += prediction.seconds <= (1.25 if speculate else 1.1) * found[-1]
+        assert leasts[-1] <= prediction.seconds * (1 + 1e-9), (drive, load, dtype)
+        reached[speculate] += prediction.seconds <= (1.25 if speculate else 1.1) * leasts[-1]
     assert min(reached.values()) >= 15, "it says something: half of the steps come near it"
 
 
@@ -182,9 +182,9 @@ def small_schedules(layers: int = 6, sequence: int = 128) -> Shape:
 
 
 def machine_schedules(drive: str = "0.2GB/s", on_cpu: bool = False, **rates: float) -> Hardware:
-    found = described("RTX 4090", 16 * GIB, [parse_drive(drive)], 30e9)
+    machine = described("RTX 4090", 16 * GIB, [parse_drive(drive)], 30e9)
     of_cpu = {"gpu_memory": 0, "matmul": 2e11, "weights": 1e10, "fresh": 4e9, "elementwise": 1e10}
-    return replace(found, **(of_cpu if on_cpu else {}) | rates)
+    return replace(machine, **(of_cpu if on_cpu else {}) | rates)
 
 
 def planned_schedules(
@@ -215,18 +215,18 @@ def tight(load: Load) -> recommend.Planned:
 def test_bytes_a_parameter_follow_the_order(schedule: str, count: int) -> None:
     """24 for the update, 2 for each pass but the first: the backward, and in micro-batch-major every further pass."""
     load = Load(1, count, recompute=True, schedule=schedule, speculate=False)
-    found = tight(load)
+    planned = tight(load)
     passes = 2 if schedule == LAYER_MAJOR else 2 * count
-    costs = update_costs(found.memory.parts, found.memory.placement, found.memory.slots)
-    least = sum(least_moved(found.memory, costs, passes))
-    moved = found.timing.moved
+    costs = update_costs(planned.memory.parts, planned.memory.placement, planned.memory.slots)
+    least = sum(least_moved(planned.memory, costs, passes))
+    moved = planned.timing.moved
     assert moved.gradients_written == 0
-    each = (moved.read + moved.written) / 2e9
+    seconds = (moved.read + moved.written) / 2e9
     expected = 24 + 2 * (passes - 1)
     assert expected == (26 if schedule == LAYER_MAJOR else 26 + 4 * (count - 1))
     assert least <= moved.read + moved.written
     # A few units are in memory at each turn of the passes.
-    assert expected * 0.92 <= each <= expected * 1.001
+    assert expected * 0.92 <= seconds <= expected * 1.001
 
 
 @settings(max_examples=examples(25), deadline=None)
@@ -246,10 +246,10 @@ def test_layer_major_never_moves_more_bytes(
     content = memory.settings(accumulation=count)
     least = recommend.settled(shape, on, load, content).least_host
     content["offload"] |= {"host_memory": least + host * MIB, "device_memory": 64 * MIB}
-    one, other = (recommend.plan(shape, on, load._replace(schedule=each), content).timing.moved for each in BOTH)
+    left, right = (recommend.plan(shape, on, load._replace(schedule=each), content).timing.moved for each in BOTH)
     # An update that finds no host buffer reads its weights again, whatever the order: at most those of a step.
     slack = 2 * shape.parameters if speculate else 0
-    assert other.read + other.written <= one.read + one.written + slack
+    assert right.read + right.written <= left.read + left.written + slack
 
 
 # -- seconds ------------------------------------------------------------------------------------------
@@ -288,8 +288,8 @@ def test_an_update_that_cannot_be_undone_waits_for_step(options: dict[str, Any],
     shape, on = small_schedules(), machine_schedules("5GB/s")
     one_slot = recommend.plan(shape, on, Load(64, speculate=False), content).memory.stored
     full = replace(on, drives=tuple(drive._replace(free=one_slot) for drive in on.drives))
-    found = recommend.plan(shape, full if "durability" in options else on, Load(64), content)
-    assert found.timing.simulation.speculated == () and found.timing.miss_seconds == 0
+    plan = recommend.plan(shape, full if "durability" in options else on, Load(64), content)
+    assert plan.timing.simulation.speculated == () and plan.timing.miss_seconds == 0
 
 
 @pytest.mark.parametrize(
@@ -302,8 +302,8 @@ def test_an_update_that_cannot_be_undone_waits_for_step(options: dict[str, Any],
     ids=str,
 )
 def test_a_plan_says_what_slots_are_for(durability: Any, slots: str) -> None:
-    found = planned_schedules(Load(1), durability=durability)
-    rows = lines(found, recommend.Advice((), found.memory.host), Asked())
+    planned = planned_schedules(Load(1), durability=durability)
+    rows = lines(planned, recommend.Advice((), planned.memory.host), Asked())
     assert any(f"({slots})" in row for row in rows)
 
 
@@ -322,11 +322,11 @@ def test_a_step_whose_micro_batches_do_not_fit_at_once_is_refused_with_what_to_d
 
 def test_auto_takes_the_order_of_the_shorter_step() -> None:
     shape, on = from_count(65 * 10**8, 20, 1024), described("RTX 4090", 64 * GIB, [parse_drive("7GB/s,5GB/s")])
-    found = recommend.choose(shape, on, Load(8, 8), None)
-    assert found.choice.schedule == found.load.schedule == LAYER_MAJOR and found.given.schedule == "auto"
-    content = {**found.content}
-    other = recommend.plan(shape, on, Load(8, 8, schedule=MICRO_BATCH_MAJOR), content)
-    assert found.timing.seconds < 0.7 * other.timing.seconds
+    choice = recommend.choose(shape, on, Load(8, 8), None)
+    assert choice.choice.schedule == choice.load.schedule == LAYER_MAJOR and choice.given.schedule == "auto"
+    content = {**choice.content}
+    plan = recommend.plan(shape, on, Load(8, 8, schedule=MICRO_BATCH_MAJOR), content)
+    assert choice.timing.seconds < 0.7 * plan.timing.seconds
     more = recommend.choose(shape, on, Load(8, 16), None)  # where compute takes twice as long as the drive
     assert more.timing.seconds <= 1.1 * more.timing.formula_seconds
 
@@ -346,8 +346,8 @@ def test_beside_weights_that_stay_a_plan_knows_whether_micro_batches_may_take_tu
     shape, load = small_schedules(), Load(4, 4)
     on = replace(machine_schedules(on_cpu=on_cpu), gpu_memory=gpu_memory)
     settled = recommend.settled(shape, on, load, memory.settings("none", states, batch=4, accumulation=4))
-    found = step_time.choice_of(shape, on, load, settled, wish_of(settled.config))
-    assert found.schedule == schedule and found.reason.startswith(reason) and not found.after_a_step
+    choice = step_time.choice_of(shape, on, load, settled, wish_of(settled.config))
+    assert choice.schedule == schedule and choice.reason.startswith(reason) and not choice.after_a_step
 
 
 UNIFIED = [gpu for gpu in GPUS if gpu.unified]
@@ -433,9 +433,9 @@ def test_one_memory_holds_both_budgets_and_the_activations() -> None:
     assert machine.unified
     load = Load(4, 1, True)
     planned = recommend.choose(shape, machine, load, True)
-    for each in (planned, recommend.with_host_budget(planned)):
-        beside = beside_weights(each.memory, shape, load)
-        assert each.memory.host + each.memory.device + beside <= machine.ram
+    for plan_of in (planned, recommend.with_host_budget(planned)):
+        beside = beside_weights(plan_of.memory, shape, load)
+        assert plan_of.memory.host + plan_of.memory.device + beside <= machine.ram
     content = memory.settings("nvme", "nvme", host_memory=110 * GIB, batch=4)
     with pytest.raises(BudgetError, match="activations"):
         recommend.plan(shape, machine, Load(8, 1, True), content)

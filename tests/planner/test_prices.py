@@ -83,15 +83,15 @@ def test_rent_takes_the_place_of_power_and_purchases_are_paid_off() -> None:
 def test_the_cheapest_change_is_the_cheapest_of_all_that_were_simulated() -> None:
     machine = described("RTX 4090", 64 * GIB, [parse_drive("7GB/s,4GB/s,2TB")])
     planned = recommend.plan(from_count(13 * 10**9, 20, 2048), machine, Load(1), settings())
-    found = recommend.priced(planned, HAND)
-    shares = [change.share for change in found.changes]
+    prices = recommend.priced(planned, HAND)
+    shares = [change.share for change in prices.changes]
     assert shares == sorted(shares) and shares[0] < 1
-    named = {change.words: change for change in found.changes}
+    named = {change.words: change for change in prices.changes}
     assert {"moments in int8", "masters in bf24", "one more drive like the first", "commits every 10 steps"} <= set(
         named
     )
     assert any("free RAM" in words for words in named) and any("micro-batches a step" in words for words in named)
-    assert not any(change.option == "--durability none" for change in found.changes), "no promise is sold"
+    assert not any(change.option == "--durability none" for change in prices.changes), "no promise is sold"
     assert "more RAM" in next(change for words, change in named.items() if "free RAM" in words).cost.parts
     assert "another drive" in named["one more drive like the first"].cost.parts
     # A plan of the change alone, by hand: $400 for 1200 TB, and $2.40 of power a day.
@@ -99,7 +99,7 @@ def test_the_cheapest_change_is_the_cheapest_of_all_that_were_simulated() -> Non
     by_hand = alone.moved.written * 400 / 1200e12 + alone.seconds * 2.4 / 86400
     assert named["moments in int8"].cost.total == pytest.approx(by_hand, rel=0.05), "a change is simulated coarsely"
     exact = planned.timing
-    assert found.cost.total == pytest.approx(exact.moved.written * 400 / 1200e12 + exact.seconds * 2.4 / 86400)
+    assert prices.cost.total == pytest.approx(exact.moved.written * 400 / 1200e12 + exact.seconds * 2.4 / 86400)
 
 
 def test_a_plan_has_dollars_where_they_are_asked_for(tmp_path: Path) -> None:
@@ -110,11 +110,11 @@ def test_a_plan_has_dollars_where_they_are_asked_for(tmp_path: Path) -> None:
     assert "\ncost    $" in done.stdout and "a million tokens" in done.stdout
     prices = tmp_path / "prices.toml"
     prices.write_text('watts = 1000\nkwh = { value = 0.5, source = "my bill" }\ndrive = 0\n')
-    found = json.loads(run(*plan, "--prices", str(prices), "--tbw", "600TB", "--json").stdout)
-    assert found["cost"]["day_dollars"] == pytest.approx(12.0), "1 kW for a day, and drives that cost nothing"
-    assert found["cost"]["prices"]["sources"]["kwh"] == "my bill"
-    assert (found["cost"]["prices"]["tbw"], found["cost"]["prices"]["sources"]["tbw"]) == (600, "--tbw")
-    million = [change["million_tokens_dollars"] for change in found["cost"]["changes"]]
+    report = json.loads(run(*plan, "--prices", str(prices), "--tbw", "600TB", "--json").stdout)
+    assert report["cost"]["day_dollars"] == pytest.approx(12.0), "1 kW for a day, and drives that cost nothing"
+    assert report["cost"]["prices"]["sources"]["kwh"] == "my bill"
+    assert (report["cost"]["prices"]["tbw"], report["cost"]["prices"]["sources"]["tbw"]) == (600, "--tbw")
+    million = [change["million_tokens_dollars"] for change in report["cost"]["changes"]]
     assert million == sorted(million)
     details = run(*plan, "--prices", USUAL, "--price", "0.5", "--details").stdout
     assert "rent $12.00" in details and "rent 0.5: --price" in details and "thorstenmeyerai.com" in details
@@ -149,5 +149,5 @@ def test_a_report_has_the_dollars_of_what_a_run_did(tmp_path: Path) -> None:
     page = log.with_suffix(".html").read_text()
     assert "power $0.10, wear of drives $40.00" in page
     rated = written(tmp_path / "rated.jsonl", step(1, about={"drive_tbw": 2400}, written_bytes=12 * 10**12))
-    found = json.loads(run("report", str(rated), "--prices", str(prices), "--json").stdout)
-    assert found["cost"]["parts_dollars"]["wear of drives"] == pytest.approx(2.0)
+    report = json.loads(run("report", str(rated), "--prices", str(prices), "--json").stdout)
+    assert report["cost"]["parts_dollars"]["wear of drives"] == pytest.approx(2.0)

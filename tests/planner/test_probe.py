@@ -38,12 +38,12 @@ def run(*arguments: str) -> Any:
 def test_all_rates_are_measured_kept_and_announced(tmp_path: Path) -> None:
     done = run(str(tmp_path), "--size", "1MiB", "--device", "cpu", "--json")
     assert done.exit_code == 0, done.output
-    found = json.loads(done.stdout)
-    by_dtype = found["rates"].pop("by_dtype")
+    report = json.loads(done.stdout)
+    by_dtype = report["rates"].pop("by_dtype")
     assert by_dtype.keys() == {"bf16", "fp32", "fp16"}
-    assert all(value > 0 for rates in (found["rates"], *by_dtype.values()) for value in rates.values())
-    assert [drive["path"] for drive in found["drives"]] == [str(tmp_path)]
-    assert all(found["drives"][0][name] > 0 for name in ("read", "write", "mixed"))
+    assert all(value > 0 for rates in (report["rates"], *by_dtype.values()) for value in rates.values())
+    assert [drive["path"] for drive in report["drives"]] == [str(tmp_path)]
+    assert all(report["drives"][0][name] > 0 for name in ("read", "write", "mixed"))
     kept = probe.kept()
     assert kept is not None and probe.as_json(kept) == json.loads(done.stdout)
     assert not list(tmp_path.glob(".offload-probe*")), "its file is gone"
@@ -124,9 +124,9 @@ def test_cores_that_others_use_are_reported(monkeypatch: pytest.MonkeyPatch) -> 
     testing.replace(monkeypatch, "machine.cores", lambda: {0, 1, 2, 3})
     for of_all, of_mine, progress in ((40.0, 39.0, 0), (40.0, 30.0, 1), (10.0, 1.0, 1), (20.0, 20.0, 0)):
         clock[0] = busy[0] = mine[0] = 0.0
-        others = probe.Others()
+        load = probe.Others()
         clock[0], busy[0], mine[0] = 10.0, of_all, of_mine
-        assert len(others.doubts()) == progress
+        assert len(load.doubts()) == progress
     testing.replace(monkeypatch, "machine.busy_seconds", lambda: None)
     assert probe.Others().doubts() == [], "where nobody can tell"
 
@@ -200,7 +200,7 @@ def test_in_a_terminal_it_is_a_bar(tmp_path: Path, monkeypatch: pytest.MonkeyPat
 
 
 @pytest.mark.parametrize(
-    ("taken", "found"),
+    ("taken", "expected"),
     [
         ([9, 1, 1, 1, 1, 1], 3),  # the first call of each finds memory
         ([9, 9, 9, 1, 9, 9, 1, 1, 1], 3),  # other work made some calls longer
@@ -208,8 +208,10 @@ def test_in_a_terminal_it_is_a_bar(tmp_path: Path, monkeypatch: pytest.MonkeyPat
         ([1, 6, 6, 6, 6], 1),  # the next one would take far more
     ],
 )
-def test_a_size_is_judged_by_its_shortest_call(taken: list[float], found: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_size_is_judged_by_its_shortest_call(
+    taken: list[float], expected: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     calls = iter(taken)
     testing.replace(monkeypatch, "clock.probed_call", lambda action, device: next(calls))
     work = {1: 1.0, 2: 10.0 if 6 in taken else 2.0, 3: 3.0}
-    assert probe.grown((1, 2, 3), work.__getitem__, lambda size: lambda: None, 8.0) == found
+    assert probe.grown((1, 2, 3), work.__getitem__, lambda size: lambda: None, 8.0) == expected

@@ -119,25 +119,25 @@ def test_every_run_ends_within_its_budgets(
 ) -> None:
     """From two pages of leases and room for two units on; nobody waits in a circle."""
     device = sum(case.moving[-2:]) + more * PAGE
-    found = case.run(host * PAGE, device, rates=rates, overlap=overlap, steps=steps, speculate=speculate)
-    assert found.host_peak <= host * PAGE and found.device_peak <= device
-    assert found.hits <= found.uses <= len(case.uses)
-    assert (found.seconds == 0) or rates is not None or any(use.seconds for use in case.uses)
+    simulation = case.run(host * PAGE, device, rates=rates, overlap=overlap, steps=steps, speculate=speculate)
+    assert simulation.host_peak <= host * PAGE and simulation.device_peak <= device
+    assert simulation.hits <= simulation.uses <= len(case.uses)
+    assert (simulation.seconds == 0) or rates is not None or any(use.seconds for use in case.uses)
     used = {use.unit for use in case.uses if use.lookup is None}
     costs = [update for update in case.updates if update is not None]
-    assert len(found.speculated) <= (len(costs) if speculate and overlap else 0)
+    assert len(simulation.speculated) <= (len(costs) if speculate and overlap else 0)
     if speculate and overlap:
         return  # an update may be in this step or in the next one, so one step says nothing of their bytes
     if not overlap or steps > 1:
-        assert found.moved.updates_written == sum(update.written_nbytes for update in costs)
+        assert simulation.moved.updates_written == sum(update.written_nbytes for update in costs)
         least = sum(update.state_nbytes for update in costs)
         most = least + sum(size.nbytes for size, update in zip(case.sizes, case.updates, strict=True) if update)
         if not overlap or rates is None or steps > 2:
-            assert found.moved.updates_read >= least
-        assert found.moved.updates_read <= most
+            assert simulation.moved.updates_read >= least
+        assert simulation.moved.updates_read <= most
     if steps == 1:
         first_reads = sum(case.sizes[u].nbytes for u in used if case.sizes[u].tier is Tier.DISK)
-        assert found.moved.weights_read >= first_reads
+        assert simulation.moved.weights_read >= first_reads
 
 
 @settings(max_examples=examples(150), deadline=None)
@@ -146,12 +146,12 @@ def test_the_thread_that_runs_the_model_computes_or_waits(
     case: Case, host: int, more: int, rates: SimulatedRates | None, overlap: bool, speculate: bool
 ) -> None:
     rates = (rates or SimulatedRates())._replace(on_cpu=False)
-    found = case.run(
+    simulation = case.run(
         host * PAGE, sum(case.moving[-2:]) + more * PAGE, rates=rates, overlap=overlap, speculate=speculate
     )
     compute = sum(use.seconds for use in case.uses)
-    assert found.seconds == pytest.approx(compute + sum(found.waited), abs=1e-9)
-    assert found.busy.get("model", 0.0) == pytest.approx(compute)
+    assert simulation.seconds == pytest.approx(compute + sum(simulation.waited), abs=1e-9)
+    assert simulation.busy.get("model", 0.0) == pytest.approx(compute)
 
 
 @settings(max_examples=examples(150), deadline=None)
@@ -175,14 +175,14 @@ def test_with_room_for_everything_no_weights_are_read_and_with_less_never_fewer_
 def test_twenty_six_bytes_for_each_parameter() -> None:
     """Everything on disk, two leases, room for two units on the device: what the design says a step costs."""
     n, pages = 20, 4
-    found = simulate(
+    simulation = simulate(
         [passes(n, 0.0, 0.0)] * 3, [unit(pages)] * n, [cost(pages)] * n, Budgets(2 * pages * PAGE, 2 * pages * PAGE)
     )
     weights = pages * PAGE
     ahead = 2 * weights  # the turn finds two units in place, and two updates find the old weights in their leases
-    assert found.moved == Moved(n * weights - ahead, n * 6 * weights - ahead, n * 6 * weights)
+    assert simulation.moved == Moved(n * weights - ahead, n * 6 * weights - ahead, n * 6 * weights)
     # The first use waits for its update. Later ones find their unit in place, which its update has sent there.
-    assert (found.undelivered, found.uses, found.hits) == (0, 2 * n, 2 * n - 1)
+    assert (simulation.undelivered, simulation.uses, simulation.hits) == (0, 2 * n, 2 * n - 1)
 
 
 def test_a_block_of_experts_is_read_once_for_its_recomputation_and_its_backward() -> None:
@@ -203,8 +203,8 @@ def test_a_block_of_experts_is_read_once_for_its_recomputation_and_its_backward(
     units = layers * (groups + 1) + 1
     uses = [*forward, Use(units - 1), *backward]
     sizes, updates = [unit(1)] * units, [None] * units
-    found = simulate([uses] * 4, sizes, updates, Budgets(6 * PAGE, 4 * PAGE))
-    assert found.moved.weights_read <= 2.2 * units * PAGE, "once for the forward, and once for the rest"
+    simulation = simulate([uses] * 4, sizes, updates, Budgets(6 * PAGE, 4 * PAGE))
+    assert simulation.moved.weights_read <= 2.2 * units * PAGE, "once for the forward, and once for the rest"
 
 
 def test_a_region_that_has_no_room_is_an_error() -> None:
@@ -240,10 +240,10 @@ def test_micro_batches_that_are_passed_over_change_no_figure(
     case: Case, host: int, more: int, rates: SimulatedRates | None, speculate: bool, times: int
 ) -> None:
     """Other uses of the same units follow them."""
-    first, *others = case.uses
+    first, *rest = case.uses
     device = sum(case.moving[-2:]) + more * PAGE
     every, some = (
-        case._replace(uses=[*[first._replace(period=period), *others] * times, *reversed(case.uses)]).run(
+        case._replace(uses=[*[first._replace(period=period), *rest] * times, *reversed(case.uses)]).run(
             host * PAGE, device, rates=rates, speculate=speculate
         )
         for period in (0, len(case.uses))
@@ -266,13 +266,13 @@ def test_the_time_of_a_simulation_does_not_grow_with_its_micro_batches(monkeypat
     monkeypatch.setattr(Clock, "advance", counted)
     n = 20
     for uses in ([passes(n, 0.1, 0.2)], [[Use(unit, 0.1)] for unit in range(n)]):
-        found = []
+        counts = []
         for times in (100, 200):
             step = [use._replace(period=len(one) if use is one[0] else 0) for one in uses for use in one * times]
             advances = 0
             simulate([step] * 3, [unit(1)] * n, [None] * n, Budgets(9 * PAGE, 3 * PAGE), rates=SimulatedRates(1e5, 1e5))
-            found.append(advances)
-        assert found[1] == found[0] < 40 * n
+            counts.append(advances)
+        assert counts[1] == counts[0] < 40 * n
 
 
 # -- two lanes of updates -----------------------------------------------------------------------------
@@ -288,7 +288,7 @@ def seven_billions(on_disk: int) -> Simulation:
     first = len(numels) - on_disk
     costs = [UpdateCost(n, 0, *[8 * n if unit >= first else 0] * 2) for unit, n in enumerate(numels)]
     rates = SimulatedRates(1.77e9, 2.74e9, 2.15e9, 50e9, 4.9e9, download=50e9)
-    found = simulate(
+    simulation = simulate(
         [passes(len(numels), 0.82 / len(numels), 2.47 / len(numels))] * 4,
         sizes,
         costs,
@@ -296,8 +296,8 @@ def seven_billions(on_disk: int) -> Simulation:
         rates=rates,
         tile_numel=max(numels) // 16,
     )
-    assert found.moved.read == found.moved.written == 8 * sum(numels[first:])
-    return found
+    assert simulation.moved.read == simulation.moved.written == 8 * sum(numels[first:])
+    return simulation
 
 
 @pytest.mark.parametrize(("on_disk", "seconds"), [(0, 3.88), (1, 3.90), (4, 7.96)])

@@ -157,9 +157,9 @@ def record(job: Job, folder: Path, overlap: bool, spilled: dict[str, int], steps
     )
     spill = inspected.gradients.spill
     on_cpu = inspected.device.host_addressable
-    found = Recorded(case, budgets, figures, () if spill is None else tuple(spill._windows), on_cpu)
+    recorded = Recorded(case, budgets, figures, () if spill is None else tuple(spill._windows), on_cpu)
     engine.destroy(remove=True)
-    return found
+    return recorded
 
 
 def uses_of(calls: list[tuple[str, int, int | None]]) -> list[Use]:
@@ -212,9 +212,14 @@ def test_without_chance_every_figure_is_the_engines(
     budget = least_host_memory(job, tmp_path, device_memory=on_device) + more
     real = record(job, tmp_path, False, spilled, host_memory=budget, device_memory=on_device)
     for number, figures in enumerate(real.steps, start=1):
-        found = real.simulated(number, overlap=False)
+        simulation = real.simulated(number, overlap=False)
         assert figures == Figures(
-            found.moved.read, found.moved.written, found.uses, found.hits, found.host_peak, found.device_peak
+            simulation.moved.read,
+            simulation.moved.written,
+            simulation.uses,
+            simulation.hits,
+            simulation.host_peak,
+            simulation.device_peak,
         ), f"step {number}"
     streamed = any(2 * align_up(size.shard_nbytes) > real.budgets.host for size in real.case.sizes)
     if more in (0, 2_000_000):
@@ -230,9 +235,14 @@ def test_lookups_without_chance_have_the_engines_figures(
     real = record(TABLES, tmp_path, False, spilled, steps=3, vocabulary="pieces", **budgets)
     assert any(use.lookup for use in real.case.uses)
     for number, figures in enumerate(real.steps, start=1):
-        found = real.simulated(number, overlap=False)
+        simulation = real.simulated(number, overlap=False)
         assert figures == Figures(
-            found.moved.read, found.moved.written, found.uses, found.hits, found.host_peak, found.device_peak
+            simulation.moved.read,
+            simulation.moved.written,
+            simulation.uses,
+            simulation.hits,
+            simulation.host_peak,
+            simulation.device_peak,
         ), f"step {number}"
 
 
@@ -247,10 +257,13 @@ def test_with_real_threads_and_drives_the_figures_are_near(
     budget = least_host_memory(job, tmp_path, device_memory=room_for(job, 2)) + more
     real = record(job, tmp_path, overlap, spilled, host_memory=budget, device_memory=room_for(job, 2))
     steps = len(real.steps)
-    found = [real.simulated(number, overlap) for number in range(1, steps + 1)]
+    simulations = [real.simulated(number, overlap) for number in range(1, steps + 1)]
     last = real.simulated(steps + 1, overlap).moved if overlap else Moved()  # the last updates come after the last step
-    read = sum(each.moved.read for each in found) + last.updates_read
-    assert sum(each.written for each in real.steps) == sum(each.moved.written for each in found) + last.updates_written
+    read = sum(each.moved.read for each in simulations) + last.updates_read
+    assert (
+        sum(each.written for each in real.steps)
+        == sum(each.moved.written for each in simulations) + last.updates_written
+    )
     assert sum(each.read for each in real.steps) == pytest.approx(read, rel=0.25)
-    assert [each.uses for each in real.steps] == [each.uses for each in found]
+    assert [each.uses for each in real.steps] == [each.uses for each in simulations]
     assert real.steps[-1].host_peak <= real.budgets.host and real.steps[-1].device_peak <= real.budgets.device

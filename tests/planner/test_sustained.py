@@ -67,10 +67,12 @@ class FakeDrive:
 @pytest.mark.parametrize("seed", range(3))
 def test_a_fall_is_found_within_a_tenth(burst: float, cache: float, after: float, noise: float, seed: int) -> None:
     device = FakeDrive(burst * 1e9, cache * 1e9, after * 1e9, noise, seed)
-    samples, found, recovery = measure(device.write, 10**12, CHUNK, device.idle)
-    assert found is not None and recovery is not None
-    assert found.burst_bytes == pytest.approx(cache * 1e9, rel=0.1 if noise else 0.01)
-    assert found.burst == pytest.approx(burst * 1e9, rel=0.1) and found.after == pytest.approx(after * 1e9, rel=0.15)
+    samples, fall_found, recovery = measure(device.write, 10**12, CHUNK, device.idle)
+    assert fall_found is not None and recovery is not None
+    assert fall_found.burst_bytes == pytest.approx(cache * 1e9, rel=0.1 if noise else 0.01)
+    assert fall_found.burst == pytest.approx(burst * 1e9, rel=0.1) and fall_found.after == pytest.approx(
+        after * 1e9, rel=0.15
+    )
     assert sum(sample.nbytes for sample in samples) < 1.35 * cache * 1e9, "it ends soon after the fall"
     assert recovery[0] == 60.0 and recovery[1] <= cache * 1e9 / 2 + 16 * CHUNK
     if not noise:
@@ -82,8 +84,8 @@ def test_a_fall_is_found_within_a_tenth(burst: float, cache: float, after: float
 def test_noise_and_stalls_are_no_fall(noise: float) -> None:
     for seed in range(5):
         device = FakeDrive(3e9, 1e15, 1e9, noise, seed)
-        _, found, recovery = measure(device.write, 10**11, CHUNK, device.idle)
-        assert found is None and recovery is None and device.written == 10**11 // CHUNK * CHUNK
+        _, fall_found, recovery = measure(device.write, 10**11, CHUNK, device.idle)
+        assert fall_found is None and recovery is None and device.written == 10**11 // CHUNK * CHUNK
 
 
 def test_a_rate_that_comes_back_or_hardly_falls_has_not_fallen() -> None:
@@ -92,8 +94,8 @@ def test_a_rate_that_comes_back_or_hardly_falls_has_not_fallen() -> None:
     assert fall([fast] * 100 + [Sample(CHUNK, 0.12)] * 100) is None
     assert fall([slow] * 100 + [fast] * 100) is None, "a rate that rises"
     assert fall([fast] * 100 + [slow] * 5) is None, "too few to be sure"
-    found = fall([fast] * 100 + [slow] * 50)
-    assert found == (100 * CHUNK, CHUNK / 0.1, CHUNK / 0.4)
+    fall_of = fall([fast] * 100 + [slow] * 50)
+    assert fall_of == (100 * CHUNK, CHUNK / 0.1, CHUNK / 0.4)
 
 
 def curve(path: Path, **changes: Any) -> Curve:
@@ -107,8 +109,8 @@ def test_curves_are_kept_by_drive_and_for_this_machine(tmp_path: Path) -> None:
     for folder in folders:
         folder.mkdir()
     assert sustained.kept() == [] and sustained.curve_under(str(tmp_path)) is None
-    for each in (curve(folders[0]), curve(folders[1], temperature=None), curve(folders[0], after=2e9)):
-        sustained.keep(each)
+    for measured_curve in (curve(folders[0]), curve(folders[1], temperature=None), curve(folders[0], after=2e9)):
+        sustained.keep(measured_curve)
     assert sustained.kept() == [curve(folders[1], temperature=None), curve(folders[0], after=2e9)]
     assert sustained.curve_under(str(folders[1])) == curve(folders[1], temperature=None)
     assert sustained.curve_under(str(tmp_path)) is not None, "another folder of the same file system"
@@ -169,9 +171,9 @@ def test_the_command_writes_what_it_says_and_leaves_no_file(tmp_path: Path) -> N
         pytest.skip("no O_DIRECT here")
     done = run("probe", "--sustained", str(tmp_path), "--gigabytes", "0.01", "--json")
     assert done.exit_code == 0, done.output
-    (found,) = json.loads(done.stdout)
+    (report,) = json.loads(done.stdout)
     assert "warning: " in done.stderr and "writes up to 10 MB" in done.stderr and "Ctrl-C ends it" in done.stderr
-    assert 0 < found["written"] <= 10**7 and found["burst"] > 0 and len(found["points"]) <= 200
+    assert 0 < report["written"] <= 10**7 and report["burst"] > 0 and len(report["points"]) <= 200
     assert not list(tmp_path.glob(".offload-probe*")), "its file is gone"
     assert [each.path for each in sustained.kept()] == [str(tmp_path)]
 
@@ -207,9 +209,9 @@ def test_what_cannot_be_written_is_refused_before_it_begins(tmp_path: Path) -> N
 @pytest.mark.skipif(os.geteuid() != 0 or not Path("/sys/fs/cgroup/blkio").is_dir(), reason="needs root and cgroup v1")
 def test_a_drive_that_the_kernel_holds_back_falls_there(tmp_path: Path) -> None:
     with falling(tmp_path, 200 * 10**6, 1_200_000_000, 40 * 10**6):
-        found = sustained.probe(str(tmp_path), 2 * 10**9, idle_seconds=0)
-    assert found.burst_bytes == pytest.approx(1.2e9, rel=0.1)
-    assert found.after == pytest.approx(40e6, rel=0.1)
+        measured_fall = sustained.probe(str(tmp_path), 2 * 10**9, idle_seconds=0)
+    assert measured_fall.burst_bytes == pytest.approx(1.2e9, rel=0.1)
+    assert measured_fall.after == pytest.approx(40e6, rel=0.1)
 
 
 def test_a_drive_that_has_fallen_reads_beside_its_writes_as_before() -> None:
@@ -217,8 +219,8 @@ def test_a_drive_that_has_fallen_reads_beside_its_writes_as_before() -> None:
     for mixed in (2 / (1 / 7e9 + 1 / 5e9), 1e10):
         planned = planned_on("drive of 7GB/s")
         machine = replace(planned.hardware, drives=(planned.hardware.drives[0]._replace(mixed=mixed),))
-        found = sustained_steps(recommend.plan(planned.shape, machine, Load(1), planned.content))
-        assert found is not None
-        steps[mixed] = found.seconds["at 2.5 GB/s of writes"]
+        sustained = sustained_steps(recommend.plan(planned.shape, machine, Load(1), planned.content))
+        assert sustained is not None
+        steps[mixed] = sustained.seconds["at 2.5 GB/s of writes"]
     one_after_the_other, beside = steps.values()
     assert beside < 0.9 * one_after_the_other

@@ -210,9 +210,9 @@ OTHER_PATHS = {
 @pytest.mark.parametrize("name", OTHER_PATHS)
 def test_ranks_may_use_different(name: str, ranks: RankPool, tmp_path: Path) -> None:
     job = OTHER_PATHS[name]
-    one, other = ranks.run(train, job, DISK, tmp_path)
-    assert_same(one, other)
-    rounding_bounds.same_training(one, train_alone(job), job, reordered=True)
+    rank0, rank1 = ranks.run(train, job, DISK, tmp_path)
+    assert_same(rank0, rank1)
+    rounding_bounds.same_training(rank0, train_alone(job), job, reordered=True)
 
 
 def look_while_others_update(folder: Path) -> float:
@@ -275,8 +275,8 @@ def late_zero_grad(folder: Path) -> list[float]:
 
 
 def test_zero_grad_leaves_what_others_have_given(ranks: RankPool, tmp_path: Path) -> None:
-    one, other = ranks.run(late_zero_grad, tmp_path / "late")
-    assert one == other == ranks.run(train, JOBS["gpt2"]._replace(steps=3), DISK, tmp_path / "plain")[0].norms
+    rank0, rank1 = ranks.run(late_zero_grad, tmp_path / "late")
+    assert rank0 == rank1 == ranks.run(train, JOBS["gpt2"]._replace(steps=3), DISK, tmp_path / "plain")[0].norms
 
 
 def interrupt_a_wait() -> None:
@@ -320,9 +320,9 @@ def interrupted(folder: Path) -> str:
 
 
 def test_an_interrupt_between_ranks_ends_the_run_on_all(ranks: RankPool, tmp_path: Path) -> None:
-    one, other = ranks.run(interrupted, tmp_path)
-    assert re.search(r"rank 1 \(process .*\) has ended", one)
-    assert "stopped" in other
+    rank0, rank1 = ranks.run(interrupted, tmp_path)
+    assert re.search(r"rank 1 \(process .*\) has ended", rank0)
+    assert "stopped" in rank1
 
 
 ROOM = "64MiB"
@@ -449,10 +449,10 @@ def train_alone(job: Job, size: int = 2) -> Result:
 def test_a_rank_may_leave_the_path_in_any_step(job: Job, ranks: RankPool, tmp_path: Path) -> None:
     """Each gradient counts once. In stage 1 no reduction is added for those that come later."""
     expected = train_alone(job)
-    (sent, one), (_, other) = ranks.run(sent_by_step, job, tmp_path)
-    assert_same_tensors(one.weights, other.weights)
-    means = [sum(pair) / 2 for pair in zip(one.losses, other.losses, strict=True)]
-    rounding_bounds.same_training(Result(means, one.norms, one.weights), expected, job, reordered=True)
+    (sent, rank0), (_, rank1) = ranks.run(sent_by_step, job, tmp_path)
+    assert_same_tensors(rank0.weights, rank1.weights)
+    means = [sum(pair) / 2 for pair in zip(rank0.losses, rank1.losses, strict=True)]
+    rounding_bounds.same_training(Result(means, rank0.norms, rank0.weights), expected, job, reordered=True)
     reductions = [step.gradients.collectives for step in sent]
     assert reductions[2] == reductions[1] == reductions[5], "a rank that leaves out a layer waits for the next of all"
 
@@ -563,7 +563,7 @@ def again_after(micro: int, job: Job, folder: Path) -> Result:
     return result
 
 
-@pytest.mark.parametrize(("stage", "micro"), [(2, 0), (2, 2), (3, 0), (3, 1)])
+@pytest.mark.parametrize(("stage", "micro"), [(2, 0), (2, 2), (3, 0), (3, 1), (2, 3), (3, 3)])
 def test_a_first_step_that_is_made_again_adds_up_as_its_first_try_would(
     stage: int, micro: int, ranks: RankPool, tmp_path: Path
 ) -> None:
@@ -660,8 +660,8 @@ def wrong(folder: Path, what: str) -> str:
             job = WRONG[what](job)
         elif what == "fp16":
             job = job._replace(dtype="fp16")
-        others = {"config": {"no such key": 1}, "schedule": {"schedule": "micro_batch_major"}}
-        options = others.get(what, {}) if rank else {}
+        options_of = {"config": {"no such key": 1}, "schedule": {"schedule": "micro_batch_major"}}
+        options = options_of.get(what, {}) if rank else {}
         early = mock.patch.object(setup, "load_config", side_effect=KeyboardInterrupt)
         with early if what == "ctrl-c" and rank else contextlib.nullcontext():
             engine = start(job, DISK, folder, **options)

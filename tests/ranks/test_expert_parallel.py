@@ -57,10 +57,10 @@ def train_in_memory_and_on_disk(job: Job, room: int, folder: Path) -> Result:
 def compare(job: Job, room: int, ranks: RankPool, folder: Path) -> None:
     """Compares ranks that own experts with each other, and with one rank."""
     alone = train(job._replace(experts=1), DISK, folder / "one")
-    found = ranks.run(train_in_memory_and_on_disk, job, room, folder / "ranks")
-    for result in found:
-        assert_same(found[0], result, "the ranks")
-    rounding_bounds.same_training(found[0], alone, job, reordered=True)
+    results = ranks.run(train_in_memory_and_on_disk, job, room, folder / "ranks")
+    for result in results:
+        assert_same(results[0], result, "the ranks")
+    rounding_bounds.same_training(results[0], alone, job, reordered=True)
 
 
 @pytest.mark.works(
@@ -99,7 +99,7 @@ def stop_and_resume(job: Job, folder: Path) -> tuple[Result, str]:
     engine = start(job, DISK, folder / "run")
     tp.steps(engine, job, 1, 0, 1)
     engine.destroy()
-    with pytest.raises(StoreError) as other:
+    with pytest.raises(StoreError) as error:
         start(job._replace(experts=1), DISK, folder / "run", resume="auto")
     engine = start(job, DISK, folder / "run", resume="must")
     rest = tp.steps(engine, job, 1, 1, job.steps)
@@ -108,7 +108,7 @@ def stop_and_resume(job: Job, folder: Path) -> tuple[Result, str]:
     engine.destroy(remove=True)
     assert (rest.losses, rest.norms) == (unbroken.losses[1:], unbroken.norms[1:])
     assert_same_tensors(rest.weights, unbroken.weights)
-    return unbroken, str(other.value)
+    return unbroken, str(error.value)
 
 
 @pytest.mark.works("Several ranks", "resume of a run with expert parallelism; its checkpoint on one rank", "right")

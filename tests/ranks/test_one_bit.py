@@ -39,13 +39,18 @@ class Thread(Ranks):
         self.rank, self.size, self._parts, self._barrier = rank, size, parts, barrier
 
     def swap(
-        self, received: torch.Tensor, got: Sequence[int], sent: torch.Tensor, gives: Sequence[int], to: str
+        self,
+        received: torch.Tensor,
+        received_counts: Sequence[int],
+        sent: torch.Tensor,
+        sent_counts: Sequence[int],
+        to: str,
     ) -> None:
-        for rank, part in enumerate(sent.split(list(gives))):
+        for rank, part in enumerate(sent.split(list(sent_counts))):
             self._parts[self.rank, rank] = part.clone()
         self._barrier.wait()
         received.copy_(torch.cat([self._parts[rank, self.rank] for rank in range(self.size)]))
-        assert list(got) == [len(self._parts[rank, self.rank]) for rank in range(self.size)]
+        assert list(received_counts) == [len(self._parts[rank, self.rank]) for rank in range(self.size)]
         self._barrier.wait()
 
 
@@ -91,9 +96,9 @@ def test_the_mean_of_signs_is_that_of_the_paper(size: int) -> None:
             assert_close(server[rank, block], torch.where(here, left, before[2][rank, block]))
 
 
-def assert_close(one: torch.Tensor, other: torch.Tensor) -> None:
+def assert_close(left: torch.Tensor, right: torch.Tensor) -> None:
     """Up to the roundings of a scale and of four operations."""
-    torch.testing.assert_close(one, other, rtol=0, atol=2.0**-20)
+    torch.testing.assert_close(left, right, rtol=0, atol=2.0**-20)
 
 
 # -- the algorithms ------------------------------------------------------------------------------------
@@ -343,13 +348,13 @@ def test_placements_have_the_same_bits(options: dict[str, Any], ranks: RankPool,
     job = JOB._replace(**options)
     memory = ranks.run(train_and_look, job, MEMORY, tmp_path / "memory")
     disk = ranks.run(in_tiles_of_rank, job, tmp_path / "disk")
-    for one, other in zip(memory, disk, strict=True):
-        assert_same(one.result, other.result, "placements")
-        assert one.checksums == other.checksums
+    for left, right in zip(memory, disk, strict=True):
+        assert_same(left.result, right.result, "placements")
+        assert left.checksums == right.checksums
     if job.optimizer != "ZeroOneAdam":
-        one, other = memory
-        assert_same_tensors(one.result.weights, other.result.weights)
-        differ = {name.split()[1] for name, checksum in one.checksums.items() if other.checksums[name] != checksum}
+        left, right = memory
+        assert_same_tensors(left.result.weights, right.result.weights)
+        differ = {name.split()[1] for name, checksum in left.checksums.items() if right.checksums[name] != checksum}
         assert differ == {"worker_error", "server_error"}, "replicas have the same weights and moments"
 
 
@@ -357,10 +362,10 @@ def test_placements_have_the_same_bits(options: dict[str, Any], ranks: RankPool,
 def test_the_warm_up_is_adamw(ranks: RankPool, tmp_path: Path) -> None:
     warm = JOB._replace(params=(("freeze_step", 5), ("bias_correction", True)))
     plain = JOB._replace(optimizer="AdamW", params=())
-    for one, other in zip(
+    for left, right in zip(
         ranks.run(train, warm, HOST, tmp_path / "one"), ranks.run(train, plain, HOST, tmp_path / "other"), strict=True
     ):
-        assert_same(one, other)
+        assert_same(left, right)
 
 
 def last_step(folder: Path) -> list[tuple[torch.Tensor, ...]]:
@@ -373,12 +378,12 @@ def last_step(folder: Path) -> list[tuple[torch.Tensor, ...]]:
         engine.backward(JOB.loss(engine, step, 0))
         engine.step()
     after = weights_of(engine)
-    found = []
+    rows = []
     for name, parameter in engine.module.named_parameters():
         states = [offload.safe_get_full_optimizer_state(parameter, key) for key in ("exp_avg", "exp_avg_sq")]
-        found.append((before[name], after[name], *states))
+        rows.append((before[name], after[name], *states))
     engine.destroy(remove=True)
-    return found
+    return rows
 
 
 @pytest.mark.numeric
@@ -398,7 +403,7 @@ def test_weights_move_by_the_mean_of_signs_over_the_frozen_variance(ranks: RankP
 def sent_in(job: Job, folder: Path, *phases: int) -> tuple[list[Any], list[int]]:
     """Returns what this rank sends in each phase of so many steps, and the elements of each unit."""
     engine = start(job, HOST, folder, device_memory="64MiB")
-    found, step = [], 0
+    traffic, step = [], 0
     for steps in phases:
         before = engine.communication()
         for _ in range(steps):
@@ -406,10 +411,10 @@ def sent_in(job: Job, folder: Path, *phases: int) -> tuple[list[Any], list[int]]
             engine.step()
             step += 1
         engine.synchronize()
-        found.append(engine.communication().since(before))
+        traffic.append(engine.communication().since(before))
     numels = [layout.trainable_stop for layout in testing.inspect(engine).layouts]
     engine.destroy(remove=True)
-    return found, numels
+    return traffic, numels
 
 
 STEPS, WARM = 20, 3
@@ -420,8 +425,8 @@ def check_bytes(pool: RankPool, kind: str, size: int, folder: Path) -> None:
     job = JOB._replace(optimizer=kind, params=(("freeze_step", 2),))
     both = pool.run(sent_in, job, folder / "signs", 1, 1, 2)
     adam = pool.run(sent_in, job._replace(optimizer="AdamW", params=()), folder / "adam", 1, 1)
-    for rank, (found, plain) in enumerate(zip(both, adam, strict=True)):
-        (first, warm, signs), numels = found
+    for rank, (sent, plain) in enumerate(zip(both, adam, strict=True)):
+        (first, warm, signs), numels = sent
         (_, step), _ = plain
         assert warm.parameters == Sent(0, 0) and warm.gradients == first.gradients and warm.gradients.nbytes > 0
         assert signs.gradients == Sent(0, 0), "after the warm-up no gradient leaves its rank"
@@ -542,8 +547,8 @@ def test_killed_between_the_commits_of_the_ranks(job: Job, tmp_path: Path) -> No
         assert run.resumed() == [begins, begins]
     assert {step: rest for step, *rest in run.steps()} == {step: rest for step, *rest in unbroken.steps()}
     for rank in range(2):
-        one, other = (torch.load(each.log / f"weights{rank}", weights_only=True) for each in (run, unbroken))
-        assert_same_tensors(one, other)
+        left, right = (torch.load(each.log / f"weights{rank}", weights_only=True) for each in (run, unbroken))
+        assert_same_tensors(left, right)
 
 
 def from_checkpoint(job: Job, folder: Path) -> tuple[bool, bool]:

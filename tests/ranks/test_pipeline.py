@@ -50,11 +50,11 @@ def in_memory_and_on_disk(job: Job, plan: Plan, folder: Path) -> Result:
     return first
 
 
-def same_bits(found: Result, alone: Result) -> None:
+def same_bits(result: Result, alone: Result) -> None:
     """Equal losses and weights; the norm is added up stage by stage, in float64."""
-    assert found.losses == alone.losses
-    assert_same_tensors(found.weights, alone.weights)
-    assert found.norms == pytest.approx(alone.norms, rel=1e-12)
+    assert result.losses == alone.losses
+    assert_same_tensors(result.weights, alone.weights)
+    assert result.norms == pytest.approx(alone.norms, rel=1e-12)
 
 
 @pytest.mark.works("Several ranks", "a pipeline of torch (`torch.distributed.pipelining`): GPipe, 1F1B", "right")
@@ -64,16 +64,16 @@ def test_two_stages_train_as_one_process_bit_for_bit(
     schedule: str, dtype: str, ranks: RankPool, alone: Callable[..., Result], tmp_path: Path
 ) -> None:
     job = JOB._replace(dtype=dtype)
-    found = ranks.run(in_memory_and_on_disk, job, Plan(schedule), tmp_path / "two")
-    same_bits(pipelines.together(found), alone(job))
+    results = ranks.run(in_memory_and_on_disk, job, Plan(schedule), tmp_path / "two")
+    same_bits(pipelines.together(results), alone(job))
 
 
 @pytest.mark.works("Several ranks", "the clip over all stages of a pipeline, in fp16 too", "right")
 @pytest.mark.numeric
 def test_the_clip_is_that_of_the_whole_model(ranks: RankPool, alone: Callable[..., Result], tmp_path: Path) -> None:
     job = CLIPPED._replace(dtype="fp16", accumulation=3)
-    found = pipelines.together(ranks.run(pipelines.train, job, Plan(), DISK, tmp_path / "two"))
-    rounding_bounds.same_training(found, alone(job), job, reordered=True)
+    result = pipelines.together(ranks.run(pipelines.train, job, Plan(), DISK, tmp_path / "two"))
+    rounding_bounds.same_training(result, alone(job), job, reordered=True)
 
 
 def overflow_on_the_first_stage(folder: Path) -> list[int]:
@@ -120,8 +120,8 @@ def test_pipelines_beside_each_other_equal_one_process(
     job: Job, plan: Plan, size: int, alone: Callable[..., Result], tmp_path: Path
 ) -> None:
     with shared_pool(size) as grid:
-        found = pipelines.together(grid.run(pipelines.train, job, plan, DISK, tmp_path / "grid"))
-    rounding_bounds.same_training(found, alone(job._replace(shard_size=-1)), job, reordered=True)
+        result = pipelines.together(grid.run(pipelines.train, job, plan, DISK, tmp_path / "grid"))
+    rounding_bounds.same_training(result, alone(job._replace(shard_size=-1)), job, reordered=True)
 
 
 AGAIN = {"activations": "nvme", "units": ["Block"]}
@@ -145,8 +145,8 @@ def test_a_pipeline_keeps_the_bits_of_one_process_with_other_settings(
 ) -> None:
     job, options = OTHERS[name]
     schedule = "GPipe" if job.accumulation == 1 else "1F1B"
-    found = pipelines.together(ranks.run(train_with, job, schedule, tmp_path / "two", options))
-    same_bits(found, alone(job, **options))
+    result = pipelines.together(ranks.run(train_with, job, schedule, tmp_path / "two", options))
+    same_bits(result, alone(job, **options))
 
 
 def die_in_the_third_step(folder: Path) -> None:
@@ -217,9 +217,9 @@ def use_it_wrongly(folder: Path) -> None:
         engine.backward(torch.zeros((), requires_grad=True))
     with pytest.raises(UsageError, match="0 of 2 micro-batches are complete"):
         engine.step()
-    other = pipelines.schedule_of(engine, job._replace(accumulation=4), Plan())
+    other_schedule = pipelines.schedule_of(engine, job._replace(accumulation=4), Plan())
     with pytest.raises(UsageError, match=r"n_microbatches=4, and gradient_accumulation_steps is 2"):
-        pipelines.run(other, ids, held, 1)
+        pipelines.run(other_schedule, ids, held, 1)
     pipelines.run(pipelines.schedule_of(engine, job, Plan(), scale_grads=False), ids, held, 1)
     with pytest.raises(UsageError, match="scale_grads=False"):
         engine.step()
@@ -329,8 +329,8 @@ def test_each_half_computes_its_own_gradients() -> None:
     output = model(x)
     halves = split([output], [x, "no tensor"], model.parameters())
     assert halves is not None
-    found = halves.inputs([output], [given], [x, "no tensor"])
-    assert torch.equal(found[0], of_inputs) and found[1] is None and gradients(model) == {}
+    gradients_of = halves.inputs([output], [given], [x, "no tensor"])
+    assert torch.equal(gradients_of[0], of_inputs) and gradients_of[1] is None and gradients(model) == {}
     halves.weights()
     # The gradients of a weight of two uses are added up, in one order or the other.
     torch.testing.assert_close(gradients(model), whole, rtol=1e-6, atol=1e-6)
@@ -382,9 +382,9 @@ def in_both_schedules(job: Job, folder: Path, options: dict[str, Any]) -> tuple[
 
     with pytest.MonkeyPatch.context() as patch:
         testing.replace(patch, "pipeline.split_backward", counted)
-        found = pipelines.train(job, Plan("InterleavedZeroBubble", stages=4), DISK, folder / "zero", **options)
-    assert_same(found, plain)
-    return found, ran
+        result = pipelines.train(job, Plan("InterleavedZeroBubble", stages=4), DISK, folder / "zero", **options)
+    assert_same(result, plain)
+    return result, ran
 
 
 CASES: dict[str, tuple[Job, dict[str, Any], bool]] = {
@@ -404,9 +404,9 @@ def test_several_stages_a_process_train_by_the_bits_of_whole_backwards(
     name: str, ranks: RankPool, alone: Callable[..., Result], tmp_path: Path
 ) -> None:
     job, options, splits = CASES[name]
-    (one, first), (other, second) = ranks.run(in_both_schedules, job, tmp_path / "two", options)
+    (rank0, first), (rank1, second) = ranks.run(in_both_schedules, job, tmp_path / "two", options)
     if job is JOB:
-        same_bits(pipelines.together([one, other]), alone(job, **options))
+        same_bits(pipelines.together([rank0, rank1]), alone(job, **options))
     # Stage 0 has no inputs with gradients: torch runs all of its backward in the second half.
     assert len(first) == JOB.steps * JOB.accumulation and len(second) == 2 * len(first)
     assert set(first + second) == {splits}

@@ -57,8 +57,8 @@ def look_on(module: nn.Module, seen: dict[str, torch.Tensor]) -> None:
         for name, parameter in module.named_parameters(recurse=False):
             seen[prefix + name] = parameter.detach().clone()
 
-    for path, each in module.named_modules():
-        each.register_forward_pre_hook(functools.partial(note, f"{path}." if path else ""))
+    for path, submodule in module.named_modules():
+        submodule.register_forward_pre_hook(functools.partial(note, f"{path}." if path else ""))
 
 
 class Seen(NamedTuple):
@@ -85,9 +85,9 @@ def train_and_look(job: Job, folder: Path, **options: Any) -> Seen:
         stored[name] = master
     with torch.no_grad():
         job.loss(engine, 1, 0)
-    found = Seen(used, stored, weights_of(engine), tuple(testing.inspect(engine).layouts))
+    seen = Seen(used, stored, weights_of(engine), tuple(testing.inspect(engine).layouts))
     engine.destroy(remove=True)
-    return found
+    return seen
 
 
 @pytest.mark.numeric
@@ -129,12 +129,12 @@ def test_every_rank_computes_with_the_values_of_the_codes(
 ) -> None:
     """Those of its own shard too; masters, and a state dict, stay exact."""
     job = JOBS[name]._replace(dtype=dtype, quantized=words)
-    one, other = ranks.run(train_and_look, job, tmp_path)
-    assert_same_tensors(one.used, other.used)
+    rank0, rank1 = ranks.run(train_and_look, job, tmp_path)
+    assert_same_tensors(rank0.used, rank1.used)
     kind, changed = DTYPES[dtype], 0
-    exact = {name: rounded(values, kind) for name, values in one.stored.items()}
-    assert_same_tensors({name: one.state_dict[name] for name in exact}, exact, "a state dict")
-    for layout in one.layouts:
+    exact = {name: rounded(values, kind) for name, values in rank0.stored.items()}
+    assert_same_tensors({name: rank0.state_dict[name] for name in exact}, exact, "a state dict")
+    for layout in rank0.layouts:
         memory, stop = flat(layout, exact), layout.trainable_stop
         expected = memory.clone()
         if "weights" in words.split():
@@ -142,10 +142,10 @@ def test_every_rank_computes_with_the_values_of_the_codes(
         if "nontrainable_weights" in words:
             expected[stop:] = through_codes(memory[stop:], kind)
         changed += int((expected != memory).sum())
-        for segment in (each for each in layout.segments if each.name in one.used):
+        for segment in (each for each in layout.segments if each.name in rank0.used):
             values = expected[segment.start : segment.stop].view(segment.shape)
-            assert torch.equal(one.used[segment.name], values), segment.name
-    assert changed and len(one.used) > len(one.layouts)
+            assert torch.equal(rank0.used[segment.name], values), segment.name
+    assert changed and len(rank0.used) > len(rank0.layouts)
 
 
 def read_alone(folder: Path) -> str:
@@ -230,10 +230,10 @@ def test_a_gradient_is_the_mean_of_the_values_of_codes(
 ) -> None:
     """Each rank's codes are of a micro-batch, in stages 0 and 1 of a step; the norm is that of the mean."""
     job = Job(models.llama, language_rows_loss, stage=stage, accumulation=accumulation, clip=0.0, quantized="gradients")
-    found = ranks.run(local_gradients, job, tmp_path)
+    results = ranks.run(local_gradients, job, tmp_path)
     squares = 0.0
-    for unit, layout in enumerate(found[0].layouts):
-        steps = [[rank.micro_batches[micro][unit] for rank in found] for micro in range(accumulation)]
+    for unit, layout in enumerate(results[0].layouts):
+        steps = [[rank.micro_batches[micro][unit] for rank in results] for micro in range(accumulation)]
         if stage < 2:
             steps = [[first + second for first, second in zip(*steps, strict=True)]]
         means = []
@@ -245,9 +245,9 @@ def test_a_gradient_is_the_mean_of_the_values_of_codes(
         for segment in layout.segments:
             values = expected[segment.start : segment.stop]
             squares += float(values.double().square().sum())
-            for rank in found:
+            for rank in results:
                 assert torch.equal(rank.mean[segment.name].view(-1), values), segment.name
-    assert all(abs(rank.norm - squares**0.5) <= 1e-9 * rank.norm for rank in found)
+    assert all(abs(rank.norm - squares**0.5) <= 1e-9 * rank.norm for rank in results)
 
 
 def skip_a_step(job: Job, folder: Path) -> tuple[list[int], list[dict[str, torch.Tensor]]]:
@@ -282,25 +282,28 @@ def test_a_step_sends_a_byte_an_element_and_a_scale_a_block(ranks: RankPool, tmp
     """130 bytes for 128 elements: 0.508 of bf16. Each collective is one as before."""
     job = JOB._replace(dtype="bf16")
     exact = ranks.run(second_step, job, tmp_path)
-    for found, other in zip(
+    for quantized, plain in zip(
         ranks.run(second_step, job._replace(quantized="weights gradients"), tmp_path), exact, strict=True
     ):
-        shard = sum(trainable for trainable, _ in found.units) // 2
-        assert other.sent.weights == Sent(len(found.units), shard * 2)
-        assert found.sent.weights == found.sent.gradients == Sent(len(found.units), codes(shard))
-        assert found.sent.messages == other.sent.messages
-        assert found.sent.agreement.collectives == other.sent.agreement.collectives
-    for found in ranks.run(second_step, job._replace(quantized="gradients"), tmp_path):
-        assert (found.sent.weights, found.sent.gradients) == (other.sent.weights, Sent(len(found.units), codes(shard)))
+        shard = sum(trainable for trainable, _ in quantized.units) // 2
+        assert plain.sent.weights == Sent(len(quantized.units), shard * 2)
+        assert quantized.sent.weights == quantized.sent.gradients == Sent(len(quantized.units), codes(shard))
+        assert quantized.sent.messages == plain.sent.messages
+        assert quantized.sent.agreement.collectives == plain.sent.agreement.collectives
+    for quantized in ranks.run(second_step, job._replace(quantized="gradients"), tmp_path):
+        assert (quantized.sent.weights, quantized.sent.gradients) == (
+            plain.sent.weights,
+            Sent(len(quantized.units), codes(shard)),
+        )
 
 
 @pytest.mark.slow
 def test_replicas_send_codes_of_their_sums(four: RankPool, tmp_path: Path) -> None:
     """To each of the other replicas all of a shard's."""
-    for found in four.run(second_step, JOB._replace(shard_size=2, quantized="weights gradients"), tmp_path):
-        units, shard = len(found.units), sum(trainable for trainable, _ in found.units) // 2
-        assert found.sent.weights == Sent(units, codes(shard))
-        assert found.sent.gradients == Sent(2 * units, 2 * codes(shard))
+    for result in four.run(second_step, JOB._replace(shard_size=2, quantized="weights gradients"), tmp_path):
+        units, shard = len(result.units), sum(trainable for trainable, _ in result.units) // 2
+        assert result.sent.weights == Sent(units, codes(shard))
+        assert result.sent.gradients == Sent(2 * units, 2 * codes(shard))
 
 
 def with_many_replicas(job: Job, folder: Path) -> Step:
@@ -318,9 +321,9 @@ def test_many_replicas_add_their_sums_up_in_fp32(four: RankPool, tmp_path: Path)
     )
     fewer = [one < other for one, other in zip(coded, summed, strict=True)]
     assert fewer == [r <= memory_plan.MOST_CODED_REPLICAS for r in range(2, 12)]
-    for found in four.run(with_many_replicas, JOB._replace(shard_size=2, quantized="gradients"), tmp_path):
-        units, shard = len(found.units), sum(trainable for trainable, _ in found.units) // 2
-        assert found.sent.gradients == Sent(2 * units, codes(shard) + 4 * shard)
+    for result in four.run(with_many_replicas, JOB._replace(shard_size=2, quantized="gradients"), tmp_path):
+        units, shard = len(result.units), sum(trainable for trainable, _ in result.units) // 2
+        assert result.sent.gradients == Sent(2 * units, codes(shard) + 4 * shard)
 
 
 def test_frozen_weights_are_sent_as_the_config_says(ranks: RankPool, tmp_path: Path) -> None:
@@ -330,11 +333,11 @@ def test_frozen_weights_are_sent_as_the_config_says(ranks: RankPool, tmp_path: P
         ("nontrainable_weights", lambda numel: 4 * numel, codes),
     ]
     for words, of_trainable, of_frozen in sizes:
-        for found in ranks.run(second_step, job._replace(quantized=words), tmp_path):
+        for result in ranks.run(second_step, job._replace(quantized=words), tmp_path):
             # A unit that never changes was gathered in the first step, and stays.
-            changing = [(one // 2, other // 2) for one, other in found.units if one]
+            changing = [(one // 2, other // 2) for one, other in result.units if one]
             expected = sum(of_trainable(one) + of_frozen(other) for one, other in changing)
-            assert found.sent.weights.nbytes == expected, words
+            assert result.sent.weights.nbytes == expected, words
 
 
 def frozen_in_blocks(job: Job, folder: Path) -> tuple[Step, Seen]:
@@ -347,8 +350,8 @@ def test_frozen_weights_that_are_codes_already_are_sent_as_they_are(ranks: RankP
     job = JOBS["adapters"]._replace(dtype="bf16")
     exact = ranks.run(frozen_in_blocks, job, tmp_path / "exact")
     coded = ranks.run(frozen_in_blocks, job._replace(quantized="nontrainable_weights"), tmp_path / "coded")
-    for (step, seen), (other, expected) in zip(coded, exact, strict=True):
-        assert step.sent.weights == other.sent.weights
+    for (step, seen), (plain, expected) in zip(coded, exact, strict=True):
+        assert step.sent.weights == plain.sent.weights
         bases = [name for name in seen.used if "base" in name]
         assert len(bases) == 6 and any("weight" in name for name in bases)
         assert_same_tensors({name: seen.used[name] for name in bases}, {name: expected.used[name] for name in bases})
@@ -385,8 +388,8 @@ def test_tiers_and_overlap_change_no_bit(
     job = JOBS[name]._replace(steps=2, stage=stage, accumulation=accumulation, dtype=dtype, quantized=ALL)
     at_once = ranks.run(train, job._replace(overlap=False), MEMORY, tmp_path / "at once")
     beside = ranks.run(train_late, job._replace(overlap=True), DISK, tmp_path / "beside")
-    for one, other in zip(at_once, beside, strict=True):
-        assert_same(one, other)
+    for left, right in zip(at_once, beside, strict=True):
+        assert_same(left, right)
 
 
 @pytest.mark.slow

@@ -77,9 +77,9 @@ CASES = {
 def test_two_ranks_equal_one_rank_in_every_placement(name: str, ranks: RankPool, tmp_path: Path) -> None:
     """Within the bound of the order of additions; placements and ranks bit for bit."""
     job = CASES[name]
-    one, other = ranks.run(train_in_all, job, tmp_path, drawn(PLACEMENTS, 2))
-    assert_same(one, other, "the two ranks")
-    rounding_bounds.same_training(one, train(job, DISK, tmp_path / "one"), job, reordered=True)
+    rank0, rank1 = ranks.run(train_in_all, job, tmp_path, drawn(PLACEMENTS, 2))
+    assert_same(rank0, rank1, "the two ranks")
+    rounding_bounds.same_training(rank0, train(job, DISK, tmp_path / "one"), job, reordered=True)
 
 
 THREE_BLOCKS = models.GPT2._replace(loss=language_rows_loss)
@@ -117,8 +117,8 @@ def meet_outside(folder: Path, room: int) -> list[float]:
 def test_collectives_of_the_users_own(ranks: RankPool, tmp_path: Path) -> None:
     """Each rank has other units on its device; none runs ahead of one that lacks something."""
     room = room_for(THREE_BLOCKS, 3) + 4 * room_for(THREE_BLOCKS, 1)
-    one, other = ranks.run(meet_outside, tmp_path, room)
-    assert one == other and len(one) == 15
+    rank0, rank1 = ranks.run(meet_outside, tmp_path, room)
+    assert rank0 == rank1 and len(rank0) == 15
 
 
 def threads_of_groups() -> int:
@@ -135,26 +135,26 @@ def threads_after_engines(job: Job, folder: Path) -> list[int]:
     gc.collect()
     gc.disable()
     try:
-        found = [threads_of_groups()]
+        counts = [threads_of_groups()]
         for number in range(2):
             engine = start(job, DISK, folder / str(number))
-            found.append(threads_of_groups())
+            counts.append(threads_of_groups())
             engine.destroy(remove=True)
             deadline = time.monotonic() + 60  # the kernel lists a thread for a moment after it was joined
-            while threads_of_groups() > found[0] and time.monotonic() < deadline:
+            while threads_of_groups() > counts[0] and time.monotonic() < deadline:
                 time.sleep(0.01)
-            found.append(threads_of_groups())
+            counts.append(threads_of_groups())
     finally:
         gc.enable()
-    return found
+    return counts
 
 
 def test_the_threads_of_an_engines_groups_end_with_it(ranks: RankPool, tmp_path: Path) -> None:
     """Each wakes a hundred times a second. No collection of cycles is needed."""
-    for before, one, after, other, end in ranks.run(
+    for before, during, after, later, end in ranks.run(
         threads_after_engines, JOBS["gpt2"]._replace(shard_size=1), tmp_path
     ):
-        assert before == after == end and one == other > before
+        assert before == after == end and during == later > before
 
 
 def begin_under_hooks(folder: Path) -> tuple[bool, bool]:
@@ -191,8 +191,8 @@ def train_with_short_waits(job: Job, folder: Path) -> Result:
 
 def test_a_wait_that_ends_at_its_interval_is_no_failure(ranks: RankPool, tmp_path: Path) -> None:
     job = JOBS["gpt2"]._replace(steps=2)
-    one, other = ranks.run(train_with_short_waits, job, tmp_path)
-    assert_same(one, other)
+    rank0, rank1 = ranks.run(train_with_short_waits, job, tmp_path)
+    assert_same(rank0, rank1)
 
 
 def train_from_a_loader(folder: Path, poisoned: int) -> tuple[list[float], list[list[int]], str]:
@@ -206,12 +206,12 @@ def train_from_a_loader(folder: Path, poisoned: int) -> tuple[list[float], list[
     losses, rows, error_message = [], [], ""
     try:
         for epoch in range(2):
-            for values, which in loader:
+            for values, numbers in loader:
                 loss = engine(values).float().square().mean()
                 engine.backward(loss * (float("nan") if epoch and engine.global_rank == poisoned else 1.0))
                 engine.step()
                 losses.append(engine.mean(float(loss.detach())))
-                rows.append(which.tolist())
+                rows.append(numbers.tolist())
     except NumericsError as error:
         error_message = str(error)
     engine.destroy(remove=True)
@@ -223,11 +223,11 @@ def test_the_loader_gives_each_rank_its_rows_and_a_nan_on_one_is_an_error_on_all
     ranks: RankPool, tmp_path: Path
 ) -> None:
     alone, all_rows, _ = train_from_a_loader(tmp_path / "one", -1)
-    (losses, rows, message), (same, others, other) = ranks.run(train_from_a_loader, tmp_path / "two", 1)
+    (losses, rows, message), (same, row_numbers, message_of_rank1) = ranks.run(train_from_a_loader, tmp_path / "two", 1)
     assert losses == same and len(losses) == 4
     rounding_bounds.same_numbers(losses, alone[:4], rounding_bounds.sum_error(rounding_bounds.POSITIONS))
-    assert [a + b for a, b in zip(rows, others, strict=True)] == all_rows[:4]
-    assert message.startswith("the gradient norm of step 5 is nan") and other == message
+    assert [a + b for a, b in zip(rows, row_numbers, strict=True)] == all_rows[:4]
+    assert message.startswith("the gradient norm of step 5 is nan") and message_of_rank1 == message
 
 
 def edit(folder: Path, everywhere: bool, dtype: str) -> dict[str, torch.Tensor]:
@@ -252,8 +252,8 @@ def edit(folder: Path, everywhere: bool, dtype: str) -> dict[str, torch.Tensor]:
 @pytest.mark.parametrize(("everywhere", "dtype"), [(False, "bf16"), (True, "bf16"), (True, "fp16"), (True, "fp32")])
 @pytest.mark.works("Several ranks", "`offload.gathered(modify=True)` with `if rank == 0:` inside", "right")
 def test_edits_of_the_lowest_rank_count(everywhere: bool, dtype: str, ranks: RankPool, tmp_path: Path) -> None:
-    one, other = ranks.run(edit, tmp_path, everywhere, dtype)
-    assert_same_tensors(one, other)
+    rank0, rank1 = ranks.run(edit, tmp_path, everywhere, dtype)
+    assert_same_tensors(rank0, rank1)
 
 
 def given_different_weights(folder: Path) -> tuple[torch.Tensor, torch.Tensor]:
@@ -269,8 +269,8 @@ def given_different_weights(folder: Path) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def test_weights_of_rank_0_count(ranks: RankPool, tmp_path: Path) -> None:
-    (mine, all_have), (other, have_too) = ranks.run(given_different_weights, tmp_path)
-    assert not torch.equal(mine, other)
+    (mine, all_have), (weights_of_rank1, have_too) = ranks.run(given_different_weights, tmp_path)
+    assert not torch.equal(mine, weights_of_rank1)
     assert torch.equal(all_have, mine) and torch.equal(have_too, mine)
 
 
@@ -318,9 +318,9 @@ def test_parameters_of_some_micro_batches_and_ranks(ranks: RankPool, tmp_path: P
     """As in stage 3, where each micro-batch is reduced, unless they take turns."""
     expected = ranks.run(train_by_schedule, UNEVEN, "micro_batch_major", tmp_path)
     for stage, schedule in ((0, "micro_batch_major"), (3, "layer_major")):
-        found = ranks.run(train_by_schedule, UNEVEN._replace(stage=stage), schedule, tmp_path)
-        for mine, other in zip(found, expected, strict=True):
-            rounding_bounds.same_training(mine, other, UNEVEN, reordered=True)
+        results = ranks.run(train_by_schedule, UNEVEN._replace(stage=stage), schedule, tmp_path)
+        for left, right in zip(results, expected, strict=True):
+            rounding_bounds.same_training(left, right, UNEVEN, reordered=True)
 
 
 # -- between micro-batches ----------------------------------------------------------------------------
@@ -373,8 +373,8 @@ def train_with(between: Callable[[offload.Engine, int], None], folder: Path) -> 
 def test_gradients_may_be_read_replaced_and_dropped_between_micro_batches(ranks: RankPool, tmp_path: Path) -> None:
     """A read reduces what has added up so far, which changes the order of the additions alone."""
     expected = ranks.run(train_with, plainly, tmp_path)
-    for mine, other in zip(ranks.run(train_with, start_over_and_replace, tmp_path), expected, strict=True):
-        rounding_bounds.same_training(mine, other, SUMS, reordered=True)
+    for left, right in zip(ranks.run(train_with, start_over_and_replace, tmp_path), expected, strict=True):
+        rounding_bounds.same_training(left, right, SUMS, reordered=True)
 
 
 def train_in_turns(schedule: str, folder: Path) -> tuple[dict[str, torch.Tensor], int]:
@@ -486,11 +486,11 @@ def test_small_units_share_a_gather_and_change_no_bit(stage: int, ranks: RankPoo
     job = SUMS._replace(model=Uneven, loss=chain_loss, stage=stage, steps=3, dtype="fp32")
     expected = ranks.run(train_in_buckets, job, tmp_path)
     joined = ranks.run(train_in_buckets, job._replace(bucket=3 * 4096), tmp_path)
-    for (alone, each), (together, fewer) in zip(expected, joined, strict=True):
+    for (alone, result), (together, fewer) in zip(expected, joined, strict=True):
         assert_same(alone, together)
         # Three small layers of 4,096 elements with their padding, two large ones, and a small one.
-        assert (each[2].weights.collectives, fewer[2].weights.collectives) == (6, 4)
-        assert fewer[2].weights.nbytes == each[2].weights.nbytes
+        assert (result[2].weights.collectives, fewer[2].weights.collectives) == (6, 4)
+        assert fewer[2].weights.nbytes == result[2].weights.nbytes
 
 
 def bucket_notices(folder: Path, size: int) -> list[str]:
@@ -526,13 +526,13 @@ def train_alone(job: Job, folder: Path, collectives: bool) -> tuple[Result, Comm
 
 @pytest.mark.works("Several ranks", 'every collective in a world of one (`"debug": {"collectives": true}`)', "right")
 def test_a_process_that_trains_alone_calls_every_collective_if_asked(tmp_path: Path) -> None:
-    with pool(1) as one:
+    with pool(1) as single:
         for stage, reductions in ((1, 1), (2, 2), (3, 2)):
             job = SUMS._replace(stage=stage, accumulation=2, steps=2)
             units, runs = len(find_units(job.model()).units), job.steps * reductions
-            [(expected, silent)] = one.run(train_alone, job, tmp_path, False)
-            [(found, sent)] = one.run(train_alone, job, tmp_path, True)
-            assert_same(expected, found)
+            [(expected, silent)] = single.run(train_alone, job, tmp_path, False)
+            [(result, sent)] = single.run(train_alone, job, tmp_path, True)
+            assert_same(expected, result)
             assert silent == Communication()
             assert sent.gradients == Sent(units * runs, 0)
             assert (
@@ -588,8 +588,8 @@ def test_an_exchange_beside_the_backward_changes_no_bit(
     job = TWO_STEPS._replace(stage=stage, accumulation=accumulation)
     at_once = ranks.run(train, job._replace(overlap=False), MEMORY, tmp_path / "at once")
     beside = ranks.run(train_late, job._replace(overlap=True), DISK, tmp_path / "beside")
-    for one, other in zip(at_once, beside, strict=True):
-        assert_same(one, other)
+    for left, right in zip(at_once, beside, strict=True):
+        assert_same(left, right)
 
 
 # -- failures -----------------------------------------------------------------------------------------
@@ -631,9 +631,11 @@ def fail_in_the_additions(folder: Path, starts_over: bool) -> tuple[str, list[fl
 def test_gradients_that_were_added_up_in_part_are_dropped_or_end_the_run(ranks: RankPool, tmp_path: Path) -> None:
     expected = ranks.run(train, TWO_STEPS, MEMORY, tmp_path)[0].norms
     assert ranks.run(fail_in_the_additions, tmp_path, True) == [("", expected)] * 2
-    (one, _), (other, _) = ranks.run(fail_in_the_additions, tmp_path, False)
-    assert re.match(r"rank 1 \(process .*\) has ended: it has failed while it added gradients up\. Rank 0 cannot", one)
-    assert other.startswith("rank 1 has stopped, and the others with it: it has failed while it added gradients up")
+    (rank0, _), (rank1, _) = ranks.run(fail_in_the_additions, tmp_path, False)
+    assert re.match(
+        r"rank 1 \(process .*\) has ended: it has failed while it added gradients up\. Rank 0 cannot", rank0
+    )
+    assert rank1.startswith("rank 1 has stopped, and the others with it: it has failed while it added gradients up")
 
 
 # -- memory -------------------------------------------------------------------------------------------
@@ -685,14 +687,14 @@ def second_step(folder: Path, stage: int, accumulation: int, schedule: str = "mi
         engine.step()
     after = engine.communication()
     engine.mean(1.0)
-    found = Step(
+    traffic = Step(
         sent=after.since(before),
         measured=dict(engine.measured),
         units=[layout.trainable_stop for layout in testing.inspect(engine).layouts],
         mean=engine.communication().since(after),
     )
     engine.destroy(remove=True)
-    return found
+    return traffic
 
 
 @pytest.mark.parametrize(
@@ -710,18 +712,18 @@ def test_a_step_sends_what_the_formulas_of_zero_say(
     step.
     """
     steps = ranks.run(second_step, tmp_path, stage, accumulation, schedule)
-    for found in steps:
-        shard_nbytes = sum(found.units) * FP32 // 2
-        assert found.sent.weights == Sent(len(found.units), shard_nbytes)
-        assert found.sent.gradients == Sent(len(found.units) * reductions, shard_nbytes * reductions)
+    for traffic in steps:
+        shard_nbytes = sum(traffic.units) * FP32 // 2
+        assert traffic.sent.weights == Sent(len(traffic.units), shard_nbytes)
+        assert traffic.sent.gradients == Sent(len(traffic.units) * reductions, shard_nbytes * reductions)
         # Statistics of the step: their length, then four numbers and a bitmap of each unit's gradients. Ranks that take
         # turns ask each other for the order: a number, behind its length.
-        assert found.sent.messages.collectives == (4 if schedule == "layer_major" else 2)
-        assert found.sent.parameters == Sent()
+        assert traffic.sent.messages.collectives == (4 if schedule == "layer_major" else 2)
+        assert traffic.sent.parameters == Sent()
         # One round for the mean, of eight numbers; then the value in JSON, behind its length.
-        assert found.mean == Communication(agreement=Sent(1, 8 * 8), messages=Sent(2, 8 + len("1.0")))
-    first, other = steps
-    assert (first.measured["collectives"], first.measured["sent_bytes"]) == first.sent.total and not other.measured
+        assert traffic.mean == Communication(agreement=Sent(1, 8 * 8), messages=Sent(2, 8 + len("1.0")))
+    first, last = steps
+    assert (first.measured["collectives"], first.measured["sent_bytes"]) == first.sent.total and not last.measured
 
 
 @pytest.mark.slow
@@ -729,10 +731,10 @@ def test_a_step_sends_what_the_formulas_of_zero_say(
 def test_four_ranks_gather_once_a_step_and_reduce_as_the_stage_says(
     stage: int, reductions: int, four: RankPool, tmp_path: Path
 ) -> None:
-    for found in four.run(second_step, tmp_path, stage, 4):
-        shard_nbytes = sum(found.units) * FP32 * 3 // 4
-        assert found.sent.weights == Sent(len(found.units), shard_nbytes)
-        assert found.sent.gradients == Sent(len(found.units) * reductions, shard_nbytes * reductions)
+    for result in four.run(second_step, tmp_path, stage, 4):
+        shard_nbytes = sum(result.units) * FP32 * 3 // 4
+        assert result.sent.weights == Sent(len(result.units), shard_nbytes)
+        assert result.sent.gradients == Sent(len(result.units) * reductions, shard_nbytes * reductions)
 
 
 @pytest.mark.numeric
@@ -742,8 +744,8 @@ def test_four_ranks_of_a_low_stage_equal_one_rank_in_every_placement(
     stage: int, four: RankPool, tmp_path: Path
 ) -> None:
     job = SUMS._replace(stage=stage)
-    found = four.run(train_in_all, job, tmp_path, [MEMORY, DISK])[0]
-    rounding_bounds.same_training(found, train(job, DISK, tmp_path / "one"), job, reordered=True)
+    result = four.run(train_in_all, job, tmp_path, [MEMORY, DISK])[0]
+    rounding_bounds.same_training(result, train(job, DISK, tmp_path / "one"), job, reordered=True)
 
 
 # -- communication_data_type --------------------------------------------------------------------------
@@ -771,14 +773,14 @@ def test_gradients_are_rounded_to_the_dtype_in_which_they_are_sent(ranks: RankPo
     """Once, from the backward into a bucket, or from a sum; the mean is that of the rounded values in fp32."""
     expected = ranks.run(train_in_bf16, COUNTED, tmp_path, True)
     in_bf16 = COUNTED._replace(sent="bf16")
-    for (mine, nbytes), (other, twice) in zip(
+    for (left, nbytes), (right, twice) in zip(
         ranks.run(train_in_bf16, in_bf16, tmp_path, False), expected, strict=True
     ):
-        assert_same(mine, other)
+        assert_same(left, right)
         assert 2 * nbytes == twice
-    one = in_bf16._replace(loss=only_the_first_micro_batch)
-    each = ranks.run(train_in_bf16, one, tmp_path, False)
-    sums = ranks.run(train_in_bf16, one._replace(stage=1, overlap=True), tmp_path, False)
-    for (mine, nbytes), (other, twice) in zip(sums, each, strict=True):
-        assert_same(mine, other)
+    first_alone = in_bf16._replace(loss=only_the_first_micro_batch)
+    both_sums = ranks.run(train_in_bf16, first_alone, tmp_path, False)
+    sums = ranks.run(train_in_bf16, first_alone._replace(stage=1, overlap=True), tmp_path, False)
+    for (left, nbytes), (right, twice) in zip(sums, both_sums, strict=True):
+        assert_same(left, right)
         assert 2 * nbytes == twice, "in stage 1 each step is reduced"

@@ -93,11 +93,11 @@ def test_same_bits_as_on_a_cpu(name: str, late: RankPool, ranks: RankPool, tmp_p
 
 def same_bits_alone(device_type: str, folder: Path) -> None:
     """One process calls each collective of stages 1 to 3, and has the bits of one that calls none."""
-    with closing(DeviceRankPool(device_type, 1)) as one:
+    with closing(DeviceRankPool(device_type, 1)) as single:
         for stage in (1, 2, 3):
             job, memory, disk = JOB._replace(stage=stage), ("none", "none"), ("nvme", "nvme")
-            [[silent]] = one.run(train_in, job, folder, [memory])
-            [[loud]] = one.run(train_in, job, folder, [memory if stage == 2 else disk], True)
+            [[silent]] = single.run(train_in, job, folder, [memory])
+            [[loud]] = single.run(train_in, job, folder, [memory if stage == 2 else disk], True)
             assert_same(silent, loud, f"stage {stage}")
 
 
@@ -122,7 +122,7 @@ def on_gpu() -> Iterator[RankPool]:
 @pytest.mark.gpu
 @pytest.mark.parametrize("name", CASES)
 def test_same_bits_in_every_placement_on_a_gpu(name: str, on_gpu: RankPool, tmp_path: Path) -> None:
-    one, other = on_gpu.run(train_in, CASES[name], tmp_path, PLACEMENTS)
-    for placement, result, same in zip(PLACEMENTS, one, other, strict=True):
-        assert_same(one[0], result, f"{placement}")
+    rank0, rank1 = on_gpu.run(train_in, CASES[name], tmp_path, PLACEMENTS)
+    for placement, result, same in zip(PLACEMENTS, rank0, rank1, strict=True):
+        assert_same(rank0[0], result, f"{placement}")
         assert_same(result, same, "the two ranks")

@@ -166,8 +166,8 @@ def test_killed_at_thirty_random_moments(tmp_path: Path) -> None:
         seconds.append(time.monotonic() - killed)
         message = run.output_of(1 - victim)
         assert re.match(rf"rank {victim} \(process \d+ on .*\) was killed or has crashed\. ", message), message
-        one, other = run.resumed()
-        assert one == other
+        left, right = run.resumed()
+        assert left == right
     print("seconds:", sorted(round(each, 2) for each in seconds))
     run = Run(tmp_path / "killed", job=job)
     run.end()
@@ -405,8 +405,8 @@ class Cable:
 
     def close(self) -> None:
         """Ends the connection, and with it a call of torch's that still waits."""
-        for each in (self._listener, *self._ends):
-            each.close()
+        for end in (self._listener, *self._ends):
+            end.close()
 
 
 @pytest.fixture
@@ -415,8 +415,8 @@ def ends() -> Iterator[tuple[Any, Any, Cable]]:
     server = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     cable = Cable(server.port)
     yield server, dist.TCPStore("127.0.0.1", cable.port, is_master=False, wait_for_workers=False), cable
-    for each in cable._ends:
-        each.shutdown(socket.SHUT_RDWR)  # wakes a call that waits
+    for _end in cable._ends:
+        _end.shutdown(socket.SHUT_RDWR)  # wakes a call that waits
     cable.close()
 
 

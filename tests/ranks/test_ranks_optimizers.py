@@ -58,8 +58,8 @@ def slow_but(name: str, *fast: str) -> Any:
 
 def everywhere(job: Job, folder: Path, options: dict[str, Any], placements: list[tuple[str, str]]) -> Result:
     results = [train(job, placement, folder / "-".join(placement), **options) for placement in placements]
-    for each in results[1:]:
-        assert_same(results[0], each, "placements")
+    for result in results[1:]:
+        assert_same(results[0], result, "placements")
     return results[0]
 
 
@@ -67,10 +67,10 @@ def everywhere(job: Job, folder: Path, options: dict[str, Any], placements: list
 @pytest.mark.parametrize("name", TRIED)
 @pytest.mark.numeric
 def test_same_bits_in_some_placements(name: str, ranks: RankPool, tmp_path: Path) -> None:
-    one, other = ranks.run(everywhere, TRIED[name], tmp_path, {}, drawn(PLACES, 2))
-    assert_same(one, other, "ranks")
+    rank0, rank1 = ranks.run(everywhere, TRIED[name], tmp_path, {}, drawn(PLACES, 2))
+    assert_same(rank0, rank1, "ranks")
     alone = train(TRIED[name], ("nvme", "nvme"), tmp_path / "alone")
-    rounding_bounds.same_training(one, alone, TRIED[name], reordered=True)
+    rounding_bounds.same_training(rank0, alone, TRIED[name], reordered=True)
 
 
 def in_small_pieces(folder: Path) -> tuple[Result, Result]:
@@ -114,9 +114,9 @@ class Wide(nn.Module):
         super().__init__()
         self.embed = nn.Embedding(61, 72)
         up, down, flat = nn.Linear(72, 104), nn.Linear(104, 72), nn.Linear(72, 72)
-        one = nn.Sequential(nn.LayerNorm(72), up, nn.Tanh(), down, flat)
+        block = nn.Sequential(nn.LayerNorm(72), up, nn.Tanh(), down, flat)
         up, down, flat = nn.Linear(72, 104), nn.Linear(104, 72), nn.Linear(72, 72)
-        self.blocks = nn.ModuleList([one, nn.Sequential(nn.LayerNorm(72), flat, up, nn.Tanh(), down)])
+        self.blocks = nn.ModuleList([block, nn.Sequential(nn.LayerNorm(72), flat, up, nn.Tanh(), down)])
         self.lm_head = nn.Linear(72, 61, bias=False)
 
     def forward(self, ids: torch.Tensor) -> torch.Tensor:
@@ -167,12 +167,12 @@ def test_the_same_rows_give_the_bits_of_one_process_in_any_placement(
     name: str, ranks: RankPool, tmp_path: Path
 ) -> None:
     job, options = MATRIX_JOBS[name], OPTIONS.get(name, {})
-    one, other = ranks.run(everywhere, job, tmp_path, options, drawn(PLACES, 2))
-    assert_same(one, other, "ranks")
+    rank0, rank1 = ranks.run(everywhere, job, tmp_path, options, drawn(PLACES, 2))
+    assert_same(rank0, rank1, "ranks")
     with one_thread():
         alone = train(job, DISK, tmp_path / "alone", **options)
-    assert alone.losses == one.losses
-    assert_same_tensors(alone.weights, one.weights)
+    assert alone.losses == rank0.losses
+    assert_same_tensors(alone.weights, rank0.weights)
 
 
 @pytest.mark.parametrize("name", [slow_but(name, "Muon") for name in ("Muon", "SinkGD", "Adafactor")])
@@ -210,9 +210,9 @@ def test_a_rank_without_a_part_takes_part(optimizer: str, tmp_path: Path) -> Non
     with shared_pool(3) as three:
         results = three.run(train, job, DISK, tmp_path)
     assert before is not None and results[0].losses[-1] < results[0].losses[0]
-    for each in results:
-        assert_same(results[0], each, "ranks")
-        assert torch.equal(each.weights["other.weight"], before)
+    for result in results:
+        assert_same(results[0], result, "ranks")
+        assert torch.equal(result.weights["other.weight"], before)
 
 
 def without_durability(job: Job, placement: tuple[str, str], folder: Path) -> Result:
@@ -221,11 +221,11 @@ def without_durability(job: Job, placement: tuple[str, str], folder: Path) -> Re
 
 def test_a_rank_without_states_trains_beside_one_with_states_on_a_drive(ranks: RankPool, tmp_path: Path) -> None:
     """SinkGD keeps no states of matrices, and the first rank steps all else. All ranks have a store, or none has."""
-    (on_drives, other), in_memory = (
+    (on_drives, rank1), in_memory = (
         ranks.run(without_durability, SINKGD._replace(stage=0, steps=2), placement, tmp_path / placement[1])
         for placement in (("cpu", "nvme"), ("cpu", "cpu"))
     )
-    assert_same(on_drives, other, "ranks")
+    assert_same(on_drives, rank1, "ranks")
     assert_same(on_drives, in_memory[0], "placements")
 
 
@@ -273,10 +273,10 @@ def local_states(job: Job, folder: Path) -> tuple[int, int, bool]:
 
 
 def test_one_rank_keeps_the_states_of_torch(ranks: RankPool, tmp_path: Path) -> None:
-    one, other = ranks.run(local_states, MATRIX_JOBS["Adafactor"], tmp_path)
-    assert {one[0], other[0]} == {0, 72} and one[1] + other[1] == 72 * 104
+    rank0, rank1 = ranks.run(local_states, MATRIX_JOBS["Adafactor"], tmp_path)
+    assert {rank0[0], rank1[0]} == {0, 72} and rank0[1] + rank1[1] == 72 * 104
     # The one with the most elements of the weight.
-    assert (one[1] > other[1]) is (one[0] > other[0])
+    assert (rank0[1] > rank1[1]) is (rank0[0] > rank1[0])
 
 
 # -- faults --------------------------------------------------------------------------------------------
@@ -315,6 +315,6 @@ def message_of_a_failing_drive(job: Job, operation: str, folder: Path) -> str:
     ],
 )
 def test_a_drive_that_fails_ends_every_rank(job: Job, operation: str, ranks: RankPool, tmp_path: Path) -> None:
-    one, other = ranks.run(message_of_a_failing_drive, job, operation, tmp_path)
-    assert "/drive/data" in other, other
-    assert one.startswith("RankError: rank 1 "), one
+    rank0, rank1 = ranks.run(message_of_a_failing_drive, job, operation, tmp_path)
+    assert "/drive/data" in rank1, rank1
+    assert rank0.startswith("RankError: rank 1 "), rank0

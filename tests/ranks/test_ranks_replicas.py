@@ -86,15 +86,15 @@ def test_two_replicas_have_the_bits_of_one(name: str, ranks: RankPool, tmp_path:
 @pytest.mark.parametrize("shard_size", [2, 1])
 def test_replicas_train_on_all_rows_and_stay_equal(shard_size: int, four: RankPool, tmp_path: Path) -> None:
     job = JOB._replace(accumulation=2, shard_size=shard_size)
-    each = four.run(train_and_look, job._replace(overlap=False), MEMORY, tmp_path / "memory")
+    results_in_memory = four.run(train_and_look, job._replace(overlap=False), MEMORY, tmp_path / "memory")
     beside = four.run(train_and_look, job._replace(overlap=True), DISK, tmp_path / "disk")
-    for rank, (result, checksums) in enumerate(each):
+    for rank, (result, checksums) in enumerate(results_in_memory):
         assert_same(result, beside[rank].result, "placements")
-        assert checksums == each[rank % shard_size].checksums
-        assert shard_size == 1 or checksums != each[1 - rank % 2].checksums
-    losses = [sum(column) / 4 for column in zip(*(result.losses for result, _ in each), strict=True)]
+        assert checksums == results_in_memory[rank % shard_size].checksums
+        assert shard_size == 1 or checksums != results_in_memory[1 - rank % 2].checksums
+    losses = [sum(column) / 4 for column in zip(*(result.losses for result, _ in results_in_memory), strict=True)]
     alone = train(job._replace(shard_size=-1), DISK, tmp_path / "alone")
-    rounding_bounds.same_training(each[0].result._replace(losses=losses), alone, job, reordered=True)
+    rounding_bounds.same_training(results_in_memory[0].result._replace(losses=losses), alone, job, reordered=True)
 
 
 def experts_of_one_rank() -> nn.Module:
@@ -108,10 +108,10 @@ def test_a_rank_without_gradients_of_a_unit_takes_those_of_the_other(
 ) -> None:
     """Whole gradients are summed in the memory of those that a rank has, be it for a step or for each micro-batch."""
     job = Job(experts_of_one_rank, rows_loss, steps=3, accumulation=2, stage=stage, overlap=True)
-    one = ranks.run(train, job, DISK, tmp_path / "one replica")[0]
+    single = ranks.run(train, job, DISK, tmp_path / "one replica")[0]
     results = ranks.run(train, job._replace(shard_size=1), DISK, tmp_path / "two")
     assert_same(*results)
-    rounding_bounds.same_training(results[0], one, job, reordered=True)
+    rounding_bounds.same_training(results[0], single, job, reordered=True)
 
 
 # -- bytes --------------------------------------------------------------------------------------------
@@ -134,13 +134,13 @@ def second_step(job: Job, folder: Path, **options: Any) -> Step:
         engine.backward(job.loss(engine, step, 0))
         engine.step()
     inspected = testing.inspect(engine)
-    found = Step(
+    traffic = Step(
         sent=engine.communication().since(before),
         units=[(layout.trainable_stop, layout.numel - layout.trainable_stop) for layout in inspected.layouts],
         updated=list(map(len, inspected.trainable)),
     )
     engine.destroy(remove=True)
-    return found
+    return traffic
 
 
 @pytest.mark.slow
@@ -150,11 +150,11 @@ def test_weights_cross_no_replica_and_gradients_do_as_sums_of_a_shard(four: Rank
     An all-reduce of its shard's sums, in fp32, makes it send 2 (r - 1) / r of them to ranks of other replicas.
     """
     fp32, bf16 = 4, 2
-    for found in four.run(second_step, JOB._replace(sent="bf16"), tmp_path):
-        numel = sum(trainable for trainable, _ in found.units)
-        assert found.updated == [trainable // 2 for trainable, _ in found.units]
-        assert found.sent.weights == Sent(len(found.units), numel // 2 * fp32)
-        assert found.sent.gradients == Sent(2 * len(found.units), numel // 2 * bf16 + numel // 2 * fp32)
+    for result in four.run(second_step, JOB._replace(sent="bf16"), tmp_path):
+        numel = sum(trainable for trainable, _ in result.units)
+        assert result.updated == [trainable // 2 for trainable, _ in result.units]
+        assert result.sent.weights == Sent(len(result.units), numel // 2 * fp32)
+        assert result.sent.gradients == Sent(2 * len(result.units), numel // 2 * bf16 + numel // 2 * fp32)
 
 
 def trained_with_late_updates(job: Job, folder: Path) -> Result:
@@ -174,17 +174,17 @@ def test_whole_weights_are_used_after_their_update(ranks: RankPool, tmp_path: Pa
     """Their units never leave the device, so that no gather makes a use wait for the update."""
     job = JOB._replace(shard_size=1)
     in_time = ranks.run(train, job, MEMORY, tmp_path / "in time")
-    for found, expected in zip(ranks.run(trained_with_late_updates, job, tmp_path / "late"), in_time, strict=True):
-        assert_same(found, expected)
+    for result, expected in zip(ranks.run(trained_with_late_updates, job, tmp_path / "late"), in_time, strict=True):
+        assert_same(result, expected)
 
 
 def test_whole_states_send_no_weights_and_twice_their_gradients(ranks: RankPool, tmp_path: Path) -> None:
     """With one shard, as DDP does: an all-reduce makes each of n ranks send 2 (n - 1) / n of all gradients, in fp32."""
-    for found in ranks.run(second_step, JOB._replace(shard_size=1), tmp_path):
-        whole = [trainable for trainable, _ in found.units]
-        assert found.updated == whole, "each rank updates all"
-        assert found.sent.weights == Sent(0, 0)
-        assert found.sent.gradients == Sent(len(whole), sum(whole) * 4)
+    for result in ranks.run(second_step, JOB._replace(shard_size=1), tmp_path):
+        whole = [trainable for trainable, _ in result.units]
+        assert result.updated == whole, "each rank updates all"
+        assert result.sent.weights == Sent(0, 0)
+        assert result.sent.gradients == Sent(len(whole), sum(whole) * 4)
 
 
 # -- files --------------------------------------------------------------------------------------------
@@ -213,17 +213,17 @@ def test_files_of_two_replicas_are_those_of_any_arrangement(four: RankPool, rank
     for copy in ("again", "lost"):
         shutil.copytree(tmp_path / "swap", tmp_path / copy / "swap")
     same = four.run(resumed, two, tmp_path / "again")
-    for (_, losses, weights, notices), other in zip(same, four.run(loaded, two, tmp_path), strict=True):
-        assert losses == other[0] and not any("rank 0" in notice for notice in notices)
-        assert_same_tensors(weights, other[1])
-    one = dataclasses.replace(two, job=two.job._replace(shard_size=-1))
+    for (_, losses, weights, notices), result in zip(same, four.run(loaded, two, tmp_path), strict=True):
+        assert losses == result[0] and not any("rank 0" in notice for notice in notices)
+        assert_same_tensors(weights, result[1])
+    lost = dataclasses.replace(two, job=two.job._replace(shard_size=-1))
     shutil.rmtree(tmp_path / "lost" / "swap" / "default" / "rank3")
-    assert_same_tensors(states, ranks.run(resumed, one, tmp_path / "lost")[0][0])
-    after, by_load = four.run(resumed, one, tmp_path), four.run(loaded, one, tmp_path)
+    assert_same_tensors(states, ranks.run(resumed, lost, tmp_path / "lost")[0][0])
+    after, by_load = four.run(resumed, lost, tmp_path), four.run(loaded, lost, tmp_path)
     assert_same_tensors(states, after[0][0])
-    for (_, losses, weights, notices), other in zip(after, by_load, strict=True):
-        assert losses == other[0]
-        assert_same_tensors(weights, other[1])
+    for (_, losses, weights, notices), result in zip(after, by_load, strict=True):
+        assert losses == result[0]
+        assert_same_tensors(weights, result[1])
         assert any(n.startswith("resharded from 4 ranks (2 replicas of 2 shards) to 4 ranks: ") for n in notices)
     assert sorted(path.name for path in run.iterdir()) == [f"rank{rank}" for rank in range(4)]
 

@@ -42,9 +42,9 @@ def no_room(job: Job, placement: tuple[str, str], folder: Path, **options: Any) 
 
 def least(job: Job, placement: tuple[str, str], folder: Path, **options: Any) -> int:
     """Returns the bytes of the smallest device memory that works."""
-    found = re.search(r"least that works is .*?\((\d+) bytes\)", no_room(job, placement, folder, **options))
-    assert found is not None
-    return int(found[1])
+    match = re.search(r"least that works is .*?\((\d+) bytes\)", no_room(job, placement, folder, **options))
+    assert match is not None
+    return int(match[1])
 
 
 # -- bits ---------------------------------------------------------------------------------------------
@@ -66,9 +66,9 @@ def train_in_little_room(job: Job, placement: tuple[str, str], folder: Path, roo
         losses.append(engine.mean(train_step(engine, job, step)))
         norms.append(engine.get_global_grad_norm() or 0.0)
     result = Result(losses, norms, weights_of(engine))
-    found = Trained(result, engine.communication(), tuple(map(str, engine.notices)))
+    summary = Trained(result, engine.communication(), tuple(map(str, engine.notices)))
     engine.destroy(remove=True)
-    return found
+    return summary
 
 
 def train_with(job: Job, placement: tuple[str, str], folder: Path, options: dict[str, Any]) -> Trained:
@@ -118,9 +118,9 @@ def change_all(job: Job, folder: Path) -> tuple[Result, Sent]:
     with pytest.MonkeyPatch.context() as patch:
         if job.node > 1:
             use_device(patch, device)
-        found = changed_between_uses(job, folder)
+        result = changed_between_uses(job, folder)
     assert device.broken == []
-    return found
+    return result
 
 
 def changed_between_uses(job: Job, folder: Path) -> tuple[Result, Sent]:
@@ -157,9 +157,9 @@ def changed_between_uses(job: Job, folder: Path) -> tuple[Result, Sent]:
     train_step(engine, job, 1)
     engine.module.load_state_dict({key: value * 0.5 for key, value in engine.module.state_dict().items()})
     look()
-    found = Result(losses, [], weights_of(engine)), engine.communication().node_weights
+    result = Result(losses, [], weights_of(engine)), engine.communication().node_weights
     engine.destroy(remove=True)
-    return found
+    return result
 
 
 @pytest.mark.slow
@@ -212,9 +212,9 @@ def second_step(job: Job, folder: Path) -> Step:
         before = engine.communication()
         train_step(engine, job, step)
     sizes = [layout.numel * 4 for layout in testing.inspect(engine).layouts]
-    found = Step(engine.communication().since(before), sum(sizes), max(sizes))
+    traffic = Step(engine.communication().since(before), sum(sizes), max(sizes))
     engine.destroy(remove=True)
-    return found
+    return traffic
 
 
 @pytest.mark.slow
@@ -281,8 +281,8 @@ def go_on(job: Job, folder: Path) -> dict[str, torch.Tensor]:
 def test_a_run_resumes_with_nodes_and_without(four: RankPool, tmp_path: Path) -> None:
     expected = [four.run(go_on, JOB, tmp_path / "plain") for _ in range(3)]
     for node, weights in zip((NODE, 1, NODE), expected, strict=True):
-        for mine, other in zip(four.run(go_on, JOB._replace(node=node), tmp_path / "nodes"), weights, strict=True):
-            assert_same_tensors(mine, other)
+        for left, right in zip(four.run(go_on, JOB._replace(node=node), tmp_path / "nodes"), weights, strict=True):
+            assert_same_tensors(left, right)
 
 
 # -- errors -------------------------------------------------------------------------------------------

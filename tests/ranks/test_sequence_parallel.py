@@ -38,8 +38,8 @@ def train_in_placements(job: Job, size: int, folder: Path) -> Result:
     dense = job.model is not models.mixtral
     few = {"device_memory": 3 * room_for(job, 2)} if job.stage == 3 and job.dtype == "fp32" and dense else {}
     for placement, options in drawn([(HOST, {"activations": "device"}), (DISK, few)], 1):
-        found = sp.train(job, size, placement, folder / placement[0], **options)
-        assert_same(first, found, f"{placement}")
+        result = sp.train(job, size, placement, folder / placement[0], **options)
+        assert_same(first, result, f"{placement}")
     return first
 
 
@@ -54,21 +54,21 @@ def test_two_ranks_that_share_sequences_equal_one_rank(name: str, ranks: RankPoo
     """Also where most tokens that count are in one part: the loss is a mean over tokens, and no mean of means."""
     job = sp.JOBS[name]._replace(steps=2)
     alone = train_alone(job, DISK, tmp_path / "one")
-    found = ranks.run(train_in_placements, job, 2, tmp_path / "two")
-    assert_same(found[0], found[1], "the two ranks")
-    rounding_bounds.same_training(found[0], alone, job, reordered=True)
+    results = ranks.run(train_in_placements, job, 2, tmp_path / "two")
+    assert_same(results[0], results[1], "the two ranks")
+    rounding_bounds.same_training(results[0], alone, job, reordered=True)
 
 
 def train_and_count(job: Job, size: int, folder: Path) -> tuple[Result, list[int], int]:
     """Returns the training, the samples that this rank loads, and the samples of a step."""
     engine = sp.start(job, size, DISK, folder)
-    found = steps(engine, job, 0, job.steps)
+    result = steps(engine, job, 0, job.steps)
     rows = [
         int(row) for batch in engine.deepspeed_io(TensorDataset(torch.arange(8)), collate_fn=list) for (row,) in batch
     ]
     total = engine.train_batch_size()
     engine.destroy(remove=True)
-    return found, rows, total
+    return result, rows, total
 
 
 @pytest.mark.works("Several ranks", "sequence parallelism beside ZeRO, on two by two ranks", "right")
@@ -78,12 +78,12 @@ def train_and_count(job: Job, size: int, folder: Path) -> tuple[Result, list[int
 def test_two_by_two_ranks_equal_one_rank(shard_size: int, four: RankPool, tmp_path: Path) -> None:
     job = Job(sp.llama, functools.partial(sp.grouped_loss, size=2), steps=3, lr=3e-4, accumulation=2)
     alone = train_alone(job, DISK, tmp_path / "one")
-    found = four.run(train_and_count, job._replace(shard_size=shard_size), 2, tmp_path / "four")
-    for result, _, total in found:
-        assert_same(found[0][0], result, "the ranks")
+    results = four.run(train_and_count, job._replace(shard_size=shard_size), 2, tmp_path / "four")
+    for result, _, total in results:
+        assert_same(results[0][0], result, "the ranks")
         assert total == 2 * 2
-    rounding_bounds.same_training(found[0][0], alone, job, reordered=True)
-    rows = [each for _, each, _ in found]
+    rounding_bounds.same_training(results[0][0], alone, job, reordered=True)
+    rows = [each for _, each, _ in results]
     # Ranks of a group load the same samples, groups different ones.
     assert rows[0] == rows[1] and rows[2] == rows[3] and sorted(rows[0] + rows[2]) == list(range(8))
 
@@ -202,33 +202,33 @@ def message_of(make: Callable[[], Any]) -> str:
 
 def start_refused(folder: Path) -> dict[str, str]:
     """Starts that are refused leave the model as it was."""
-    found = {}
+    messages = {}
     for name, (make, _) in REFUSED.items():
         model = make()
         before = {key: value.clone() for key, value in model.state_dict().items()}
         own = getattr(getattr(model, "config", None), "_attn_implementation", None)
         job = LLAMA._replace(model=lambda model=model: model)
-        found[name] = message_of(lambda job=job: sp.start(job, 2, DISK, folder))
+        messages[name] = message_of(lambda job=job: sp.start(job, 2, DISK, folder))
         assert_same_tensors(before, model.state_dict())
         assert getattr(getattr(model, "config", None), "_attn_implementation", None) == own
     mixture = LLAMA._replace(model=models.mixtral)
-    found["experts"] = message_of(lambda: sp.start(mixture, 2, DISK, folder, experts="each"))
-    found["schedule"] = message_of(lambda: sp.start(LLAMA, 2, DISK, folder, schedule="layer_major"))
-    found["divisor"] = message_of(lambda: sp.start(LLAMA, 4, DISK, folder))
-    return found
+    messages["experts"] = message_of(lambda: sp.start(mixture, 2, DISK, folder, experts="each"))
+    messages["schedule"] = message_of(lambda: sp.start(LLAMA, 2, DISK, folder, schedule="layer_major"))
+    messages["divisor"] = message_of(lambda: sp.start(LLAMA, 4, DISK, folder))
+    return messages
 
 
 @pytest.mark.works(
     "Several ranks", "sequence parallelism with other models than causal ones of transformers", "refused"
 )
 def test_what_cannot_be_divided_is_refused_before_anything_changes(ranks: RankPool, tmp_path: Path) -> None:
-    for found in ranks.run(start_refused, tmp_path):
-        assert all(message.startswith("ConfigError: ") for message in found.values())
+    for result in ranks.run(start_refused, tmp_path):
+        assert all(message.startswith("ConfigError: ") for message in result.values())
         for name, (_, expected) in REFUSED.items():
-            assert expected in found[name], name
-        assert "experts are units of their own" in found["experts"]
-        assert '"schedule": "layer_major"' in found["schedule"]
-        assert "sequence_parallel_size is 4" in found["divisor"] and "2 ranks cannot" in found["divisor"]
+            assert expected in result[name], name
+        assert "experts are units of their own" in result["experts"]
+        assert '"schedule": "layer_major"' in result["schedule"]
+        assert "sequence_parallel_size is 4" in result["divisor"] and "2 ranks cannot" in result["divisor"]
 
 
 def test_a_single_rank_has_nobody_to_share_with(tmp_path: Path) -> None:
@@ -249,34 +249,34 @@ def call_wrongly(folder: Path) -> dict[str, str]:
     """The errors of calls that cannot be divided, after which the engine trains as ever."""
     engine = sp.start(LLAMA, 2, MEMORY, folder)
     ids = models.tokens(0, 0)
-    one = ids[:, : 1 + rank_and_size()[0]]
+    ids_of_rank = ids[:, : 1 + rank_and_size()[0]]
     packed = torch.cat([torch.arange(16), torch.arange(16)])[None]
     calls: dict[str, dict[str, Any]] = {
-        "differ": {"input_ids": one, "labels": one},
+        "differ": {"input_ids": ids_of_rank, "labels": ids_of_rank},
         "odd": {"input_ids": ids[:, :31]},
         "packed": {"input_ids": ids, "position_ids": packed.expand(2, -1)},
         "kept": {"input_ids": ids, "logits_to_keep": 1},
         "weights": {"input_ids": ids, "output_attentions": True},
         "unknown": {"input_ids": ids, "cu_seq_lens_q": torch.tensor([0, 32])},
     }
-    found = {name: message_of(lambda inputs=inputs: engine(**inputs)) for name, inputs in calls.items()}
-    found["generate"] = message_of(lambda: engine.generate(ids, max_new_tokens=2))
+    messages = {name: message_of(lambda inputs=inputs: engine(**inputs)) for name, inputs in calls.items()}
+    messages["generate"] = message_of(lambda: engine.generate(ids, max_new_tokens=2))
     engine.backward(engine(input_ids=ids, labels=ids).loss)
     engine.step()
     engine.destroy(remove=True)
-    return found
+    return messages
 
 
 @pytest.mark.works("Several ranks", "generation with sequence parallelism", "refused")
 def test_calls_that_cannot_be_divided_are_errors_on_all_ranks(ranks: RankPool, tmp_path: Path) -> None:
-    for found in ranks.run(call_wrongly, tmp_path):
-        assert all(message.startswith("UsageError: ") for message in found.values())
-        assert "ranks 0 and 1 share each sequence" in found["differ"].replace("ranks 1 and 0", "ranks 0 and 1")
-        assert "tokens a multiple of sequence_parallel_size, 2, got [2, 31]" in found["odd"]
-        assert "packed documents" in found["packed"]
-        assert "logits_to_keep" in found["kept"] and "output_attentions" in found["weights"]
-        assert "cu_seq_lens_q, of which no part is known" in found["unknown"]
-        assert "generat" in found["generate"]
+    for result in ranks.run(call_wrongly, tmp_path):
+        assert all(message.startswith("UsageError: ") for message in result.values())
+        assert "ranks 0 and 1 share each sequence" in result["differ"].replace("ranks 1 and 0", "ranks 0 and 1")
+        assert "tokens a multiple of sequence_parallel_size, 2, got [2, 31]" in result["odd"]
+        assert "packed documents" in result["packed"]
+        assert "logits_to_keep" in result["kept"] and "output_attentions" in result["weights"]
+        assert "cu_seq_lens_q, of which no part is known" in result["unknown"]
+        assert "generat" in result["generate"]
 
 
 def other_layers(folder: Path) -> str:

@@ -54,9 +54,9 @@ def test_two_divided_ranks_equal_one_rank(name: str, ranks: RankPool, tmp_path: 
         pytest.importorskip("transformers.distributed")
     job = CASES[name]
     alone = train(job, DISK, tmp_path / "one")
-    found = ranks.run(train_in_memory_and_on_disk, job, name, 2, tmp_path / "two")
-    assert_same(found[0], found[1], "the two ranks")
-    rounding_bounds.same_training(found[0], alone, job, reordered=True)
+    results = ranks.run(train_in_memory_and_on_disk, job, name, 2, tmp_path / "two")
+    assert_same(results[0], results[1], "the two ranks")
+    rounding_bounds.same_training(results[0], alone, job, reordered=True)
 
 
 def train_and_count(job: Job, name: str, folder: Path) -> tuple[Result, list[int], list[int]]:
@@ -64,7 +64,7 @@ def train_and_count(job: Job, name: str, folder: Path) -> tuple[Result, list[int
     engine = tp.start(job, name, 2, DISK, folder)
     ranks = testing.inspect(engine).ranks
     assert ranks is not None and (engine.global_rank, engine.world_size) == rank_and_size()
-    found = tp.steps(engine, job, 2, 0, job.steps)
+    result = tp.steps(engine, job, 2, 0, job.steps)
     # Data are divided over columns alone: processes of a row compute one batch together.
     data = TensorDataset(torch.arange(8))
     rows = [int(row) for batch in engine.deepspeed_io(data, collate_fn=list) for (row,) in batch]
@@ -75,7 +75,7 @@ def train_and_count(job: Job, name: str, folder: Path) -> tuple[Result, list[int
     once = trained * (shards - 1) // shards + 2 * (trained // shards) * (replicas - 1) // replicas
     assert sent.gradients.nbytes == job.steps * job.accumulation * once
     engine.destroy(remove=True)
-    return found, list(ranks.members), rows
+    return result, list(ranks.members), rows
 
 
 @pytest.mark.works("Several ranks", "tensor parallelism beside replicas of shards (`mics_shard_size`)", "right")
@@ -88,12 +88,12 @@ def test_rows_of_two_beside_zero_equal_one_rank(size: int, shard_size: int, tmp_
     job = CASES["sequence"]
     alone = train(job, DISK, tmp_path / "one")
     with shared_pool(size) as grid:
-        found = grid.run(train_and_count, job._replace(shard_size=shard_size), "sequence", tmp_path / "grid")
-    for result, _, _ in found:
-        assert_same(found[0][0], result, "the ranks")
-    rounding_bounds.same_training(found[0][0], alone, job, reordered=True)
-    assert [members for _, members, _ in found] == [[*range(rank % 2, size, 2)] for rank in range(size)]
-    rows = [each for _, _, each in found]
+        results = grid.run(train_and_count, job._replace(shard_size=shard_size), "sequence", tmp_path / "grid")
+    for result, _, _ in results:
+        assert_same(results[0][0], result, "the ranks")
+    rounding_bounds.same_training(results[0][0], alone, job, reordered=True)
+    assert [members for _, members, _ in results] == [[*range(rank % 2, size, 2)] for rank in range(size)]
+    rows = [each for _, _, each in results]
     assert rows[::2] == rows[1::2] and sorted(row for each in rows[::2] for row in each) == list(range(8))
 
 
@@ -165,10 +165,10 @@ def test_a_graph_of_before_a_step_is_refused(ranks: RankPool, tmp_path: Path) ->
 
 def call_a_layer(engine: offload.Engine, given: dict[str, torch.Tensor]) -> None:
     """A layer by itself, outside of any forward of the model. The plan divides its input by the sequence."""
-    found = engine.module.blocks[0].up(torch.ones(1, 2, 32))
+    output = engine.module.blocks[0].up(torch.ones(1, 2, 32))
     weight, bias = (given[f"blocks.0.up.{name}"] for name in ("weight", "bias"))
     expected = torch.nn.functional.linear(torch.ones(1, 4, 32), weight, bias)
-    assert torch.allclose(found, expected.chunk(2, -1)[rank_and_size()[0]], atol=1e-6)
+    assert torch.allclose(output, expected.chunk(2, -1)[rank_and_size()[0]], atol=1e-6)
 
 
 def test_state_dicts_are_divided_and_whole_ones_are_loaded(ranks: RankPool, tmp_path: Path) -> None:
@@ -197,12 +197,12 @@ def on_one_rank_alone(model: nn.Module) -> None:
     if rank_and_size()[0]:
         for block in model.blocks:
             for layer in (block.up, block.down):
-                for name, each in list(layer.named_parameters()):
-                    setattr(layer, name, nn.Parameter(each.full_tensor()))
+                for name, weight in list(layer.named_parameters()):
+                    setattr(layer, name, nn.Parameter(weight.full_tensor()))
     else:
         for block in model.blocks:
-            for each in (*block.up.parameters(), *block.down.parameters()):
-                each.full_tensor()
+            for weight in (*block.up.parameters(), *block.down.parameters()):
+                weight.full_tensor()
 
 
 def unchanged(_: nn.Module) -> None:
@@ -256,10 +256,10 @@ def train_with_checkpoints(
         nbytes = testing.inspect(engine).activation_bytes
         del loss
         before = engine.communication()
-        found = tp.steps(engine, job, 2, 0, job.steps)
+        result = tp.steps(engine, job, 2, 0, job.steps)
         sent = engine.communication().since(before).activations
         engine.destroy(remove=True)
-    return found, nbytes, (sent.collectives, sent.nbytes)
+    return result, nbytes, (sent.collectives, sent.nbytes)
 
 
 def divide_inputs(job: Job, name: str, tier: str, folder: Path) -> Any:
@@ -294,7 +294,7 @@ def test_inputs_that_differ_on_the_ranks_stay(ranks: RankPool, tmp_path: Path) -
 
 def train_a_user_optimizer(folder: Path) -> None:
     """An optimizer over the whole parameters, of which rank 1 has other values, steps the parts of rank 0's."""
-    found = []
+    results = []
     for seed in (0, rank_and_size()[0]):
         torch.manual_seed(seed)
         model = tp.qwen3(tied=True)
@@ -303,11 +303,11 @@ def train_a_user_optimizer(folder: Path) -> None:
         del content["optimizer"]
         engine, groups, *_ = offload.initialize(model=model, optimizer=optimizer, config=content)
         assert groups.param_groups[0]["lr"] == 1e-2
-        found.append(tp.steps(engine, JOB, 2, 0, 2))
+        results.append(tp.steps(engine, JOB, 2, 0, 2))
         heads = engine.module.model.layers[0].self_attn.q_proj.weight
         assert heads.shape == (16, 32) and not hasattr(heads, "full_tensor")
         engine.destroy(remove=True)
-    assert_same(*found, "a model whose ranks begin with other values")
+    assert_same(*results, "a model whose ranks begin with other values")
 
 
 @pytest.mark.works("Several ranks", '`"autotp_size"` with an optimizer of torch over the whole parameters', "right")
@@ -487,9 +487,9 @@ def train_as_megatron(job: Job, folder: Path) -> Result:
     model.blocks = nn.ModuleList(map(MegatronBlock, model.blocks))
     mpu = Mpu()
     engine = offload.initialize(model=model, mpu=mpu, config=config(job, DISK, folder))[0]
-    found = tp.steps(engine, job, 2, 0, job.steps)
+    result = tp.steps(engine, job, 2, 0, job.steps)
     engine.destroy(remove=True)
-    return found
+    return result
 
 
 @pytest.mark.slow

@@ -69,8 +69,8 @@ def test_the_peak_is_that_of_the_same_card_alone() -> None:
     assert peak_products("NVIDIA H200") == {"bf16": 989e12, "fp16": 989e12, "fp32": 67e12}
     assert peak_products("NVIDIA A100-SXM4-80GB") == peak_products("A100 40GB") is not None
     assert peak_products("NVIDIA H100 80GB HBM3") == peak_products("H100")
-    for other in ("NVIDIA H100 PCIe", "NVIDIA H20", "NVIDIA GeForce RTX 4090 Laptop GPU", ""):
-        assert peak_products(other) is None, other
+    for card in ("NVIDIA H100 PCIe", "NVIDIA H20", "NVIDIA GeForce RTX 4090 Laptop GPU", ""):
+        assert peak_products(card) is None, card
 
 
 def test_a_backward_counts_twice_and_once_without_weights_that_train(capsys: pytest.CaptureFixture[str]) -> None:
@@ -178,9 +178,9 @@ def test_the_line_the_log_and_the_report_have_the_rates(tmp_path: Path, capsys: 
     assert "TFLOPS" not in first and len(later) == 2 and all(" TFLOPS, " in line for line in later)
     steps = read_log(log).steps
     assert "tflops" not in steps[0] and steps[1]["tflops"] > 0 and steps[2]["tflops"] > 0
-    found = figures(read_log(log))
-    assert found["tflops"] == pytest.approx((steps[1]["tflops"] + steps[2]["tflops"]) / 2)
-    assert f"{found['tflops']:.4g} TFLOPS" in page(read_log(log), found, None)
+    report = figures(read_log(log))
+    assert report["tflops"] == pytest.approx((steps[1]["tflops"] + steps[2]["tflops"]) / 2)
+    assert f"{report['tflops']:.4g} TFLOPS" in page(read_log(log), report, None)
     assert len((tmp_path / "table").read_text().splitlines()) == 2
 
 

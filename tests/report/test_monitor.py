@@ -180,9 +180,9 @@ def test_a_resumed_run_goes_on_with_the_files(tmp_path: Path) -> None:
     for step in range(2, 5):
         train_step(engine, JOB, step)
     engine.destroy(remove=True)
-    found = rows(tmp_path, "Train/Samples/train_loss")
-    assert found[:3] == kept, "the third step has the same bits again"
-    assert [samples for samples, _ in found] == [2, 4, 6, 8, 10]
+    rows_found = rows(tmp_path, "Train/Samples/train_loss")
+    assert rows_found[:3] == kept, "the third step has the same bits again"
+    assert [samples for samples, _ in rows_found] == [2, 4, 6, 8, 10]
 
 
 def test_a_run_that_starts_over_keeps_the_files_of_the_one_before(tmp_path: Path) -> None:

@@ -116,8 +116,8 @@ def test_the_page_names_states_in_fewer_bytes(key: str, form: str, tmp_path: Pat
 
 
 def test_phases_of_a_step_add_up_and_a_wait_for_updates_is_split_by_the_work() -> None:
-    found = parts(step(1))
-    assert found == pytest.approx(
+    phases = parts(step(1))
+    assert phases == pytest.approx(
         {
             "compute": 1.5 - 0.7,
             "optimizer": 0.4 * 0.3,
@@ -128,17 +128,17 @@ def test_phases_of_a_step_add_up_and_a_wait_for_updates_is_split_by_the_work() -
             "loop": 0.5,
         }
     )
-    assert sum(found.values()) == pytest.approx(2.0) and list(found) == list(PARTS)
+    assert sum(phases.values()) == pytest.approx(2.0) and list(phases) == list(PARTS)
 
 
 def test_a_machine_that_does_other_work_is_named_before_a_faster_one(log: Path) -> None:
     assert figures(read_log(log))["advice"] == ADVICE["compute"]
     lines = [json.loads(line) for line in log.read_text(encoding="utf-8").splitlines()]
     log.write_text("".join(json.dumps(line | {"others_share": 0.4}) + "\n" for line in lines), encoding="utf-8")
-    found = figures(read_log(log))
-    assert found["others_share"] == pytest.approx(0.4)
-    assert verdict(found).first_change == "end the other work on this machine, which took 40% of its cores"
-    assert found["advice"].endswith(ADVICE["compute"])
+    report = figures(read_log(log))
+    assert report["others_share"] == pytest.approx(0.4)
+    assert verdict(report).first_change == "end the other work on this machine, which took 40% of its cores"
+    assert report["advice"].endswith(ADVICE["compute"])
 
 
 # -- the log -------------------------------------------------------------------------------------------
@@ -180,12 +180,12 @@ def test_a_truncated_line_and_repeated_steps_are_reported(tmp_path: Path) -> Non
         '{"step": 5, "loss": NaN, "seconds": "three"}\n',
         '{"step": 6, "lo',
     )
-    found = read_log(path)
-    assert [values["step"] for values in found.steps] == [1, 2, 3, 4, 5] and found.steps[2]["loss"] == 7.0
-    assert (found.truncated_lines, found.again, found.resumed, found.about["run"]) == (3, 1, (3,), "other")
-    shown = page(found, figures(found), None)
+    records = read_log(path)
+    assert [values["step"] for values in records.steps] == [1, 2, 3, 4, 5] and records.steps[2]["loss"] == 7.0
+    assert (records.truncated_lines, records.again, records.resumed, records.about["run"]) == (3, 1, (3,), "other")
+    shown = page(records, figures(records), None)
     assert "3 lines of the log are cut short" in shown and "Resumed at step 3" in shown
-    json.dumps(figures(found), allow_nan=False)
+    json.dumps(figures(records), allow_nan=False)
 
 
 def test_evaluations_are_a_second_line_of_the_loss_and_a_tile(log: Path, tmp_path: Path) -> None:
@@ -193,10 +193,16 @@ def test_evaluations_are_a_second_line_of_the_loss_and_a_tile(log: Path, tmp_pat
     without = read_log(log)
     alone = page(without, figures(without), None)
     assert figures(without)["eval_loss"] is None and "evaluation loss" not in alone and ">evaluation<" not in alone
-    each = [step(1), step(2), {"step": 2, "eval_loss": 5.5, "eval_tokens": 64}, step(3), {"step": 3, "eval_loss": None}]
-    found = read_log(written(tmp_path / "evaluated", *each, step(4), {"step": 4, "eval_loss": 4.25}))
-    assert figures(found)["eval_loss"] == {"first": 5.5, "last": 4.25, "least": 4.25, "most": 5.5}
-    shown = page(found, figures(found), None)
+    lines = [
+        step(1),
+        step(2),
+        {"step": 2, "eval_loss": 5.5, "eval_tokens": 64},
+        step(3),
+        {"step": 3, "eval_loss": None},
+    ]
+    records = read_log(written(tmp_path / "evaluated", *lines, step(4), {"step": 4, "eval_loss": 4.25}))
+    assert figures(records)["eval_loss"] == {"first": 5.5, "last": 4.25, "least": 4.25, "most": 5.5}
+    shown = page(records, figures(records), None)
     drawn(shown)
     (chart,) = [
         json.loads(unescape(each)) for each in re.findall(r'data-chart="([^"]*)"', shown) if "evaluation" in each
@@ -210,8 +216,8 @@ def test_evaluations_are_a_second_line_of_the_loss_and_a_tile(log: Path, tmp_pat
 
 def test_steps_without_any_time_have_a_page(tmp_path: Path) -> None:
     nothing = dict.fromkeys((name for name in step(1) if name.endswith("seconds")), 0.0)
-    found = read_log(written(tmp_path / "log", *(step(number, **nothing) for number in (1, 2, 3))))
-    assert re.search(r"forward and backward.*0(\.0)? .s.*0\.0%", page(found, figures(found), None), re.DOTALL)
+    records = read_log(written(tmp_path / "log", *(step(number, **nothing) for number in (1, 2, 3))))
+    assert re.search(r"forward and backward.*0(\.0)? .s.*0\.0%", page(records, figures(records), None), re.DOTALL)
 
 
 WEIRD: tuple[Any, ...] = (
@@ -248,13 +254,13 @@ def test_a_file_that_is_no_log_is_an_error(content: bytes, tmp_path: Path) -> No
 @given(some.lists(some.one_of(some.none(), some.floats(-1e6, 1e6)), min_size=1, max_size=700), some.integers(1, 300))
 def test_points_cover_every_step_once_and_lose_no_extreme(values: list[float | None], most: int) -> None:
     steps = list(range(5, 5 + len(values)))
-    found = points(steps, values, most)
-    assert len(found) == min(most, len(values))
-    assert [step for point in found for step in range(point.first, point.last + 1)] == steps
+    places = points(steps, values, most)
+    assert len(places) == min(most, len(values))
+    assert [step for point in places for step in range(point.first, point.last + 1)] == steps
     known = [value for value in values if value is not None]
     if known:
-        assert min(p.least for p in found if p.least is not None) == min(known)
-        assert max(p.most for p in found if p.most is not None) == max(known)
+        assert min(p.least for p in places if p.least is not None) == min(known)
+        assert max(p.most for p in places if p.most is not None) == max(known)
 
 
 # -- the page ------------------------------------------------------------------------------------------
@@ -262,15 +268,15 @@ def test_points_cover_every_step_once_and_lose_no_extreme(values: list[float | N
 
 def drawn(text: str) -> list[ElementTree.Element]:
     """The charts, each of which must be right XML with coordinates that are numbers inside of its frame."""
-    found = [ElementTree.fromstring(svg) for svg in re.findall(r"<svg.*?</svg>", text, re.DOTALL)]
-    assert found and "nan" not in re.sub(r"<style.*?</style>", "", text).lower()
-    for svg in found:
+    charts = [ElementTree.fromstring(svg) for svg in re.findall(r"<svg.*?</svg>", text, re.DOTALL)]
+    assert charts and "nan" not in re.sub(r"<style.*?</style>", "", text).lower()
+    for svg in charts:
         _, _, width, height = map(float, svg.attrib["viewBox"].split())
         for line in svg.iter("polyline"):
             for spot in line.attrib["points"].split():
                 x, y = map(float, spot.split(","))
                 assert -1 <= x <= width + 1 and -1 <= y <= height + 1
-    return found
+    return charts
 
 
 def test_a_hundred_thousand_steps_are_a_page_of_less_than_a_megabyte(tmp_path: Path) -> None:
@@ -288,9 +294,9 @@ def test_a_hundred_thousand_steps_are_a_page_of_less_than_a_megabyte(tmp_path: P
 def test_a_log_of_an_earlier_version_is_drawn_as_far_as_it_goes(tmp_path: Path) -> None:
     old = {name: step(1)[name] for name in ("step", "loss", "grad_norm", "lr", "tokens", "seconds", "read_bytes")}
     log = read_log(written(tmp_path / "log", old, old | {"step": 2}))
-    found = figures(log)
-    assert found["bound_by"] is None and found["drives"] == [] and found["about"] == {}
-    text = page(log, found, None)
+    report = figures(log)
+    assert report["bound_by"] is None and report["drives"] == [] and report["about"] == {}
+    text = page(log, report, None)
     assert "Phases were not measured" in text
     drawn(text)
 
@@ -298,8 +304,8 @@ def test_a_log_of_an_earlier_version_is_drawn_as_far_as_it_goes(tmp_path: Path) 
 def test_what_was_predicted_stands_beside_what_came(tmp_path: Path) -> None:
     about = {"predicted": {"seconds": 1.6, "read_bytes": 2**30, "host_peak_bytes": 1e9}}
     log = read_log(written(tmp_path / "log", step(1, about=about), step(2), step(3)))
-    found = figures(log)["predicted"]
-    assert [(each["name"], each["ratio"]) for each in found] == [
+    report = figures(log)["predicted"]
+    assert [(each["name"], each["ratio"]) for each in report] == [
         ("seconds", 1.25),
         ("read_bytes", 3.0),
         ("host_peak_bytes", 2.0),
@@ -316,8 +322,8 @@ def test_a_steady_step_of_a_time_line_is_drawn(tmp_path: Path, log: Path) -> Non
     window = read_window(path)
     assert (window.title, window.start, window.end) == ("step 3", 205, 305)
     assert window.seconds() == pytest.approx({"compute": 5e-6, "reads": 30e-6})
-    found = read_log(log)
-    text = page(found, figures(found), window)
+    records = read_log(log)
+    text = page(records, figures(records), window)
     assert "h.0 &lt;weight&gt;: 30 µs, 4.0 KiB" in text
     drawn(text)
 
@@ -371,9 +377,9 @@ def opened(text: str, folder: Path, width: int, *options: str) -> Any:
     common = ("--headless", "--no-sandbox", "--disable-gpu", f"--user-data-dir={folder / 'browser'}", "--dump-dom")
     command = (str(CHROMIUM), *common, f"--window-size={width},1000", *options, path.as_uri())
     done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=True)
-    found = re.search(r'data-found="([^"]*)"', done.stdout)
-    assert found, done.stderr[-2000:]
-    return json.loads(html.unescape(found[1]))
+    match = re.search(r'data-found="([^"]*)"', done.stdout)
+    assert match, done.stderr[-2000:]
+    return json.loads(html.unescape(match[1]))
 
 
 @pytest.mark.skipif(CHROMIUM is None, reason="the system has no Chromium")
@@ -382,9 +388,9 @@ def test_nothing_fails_or_overlaps_and_the_pointer_shows_numbers(count: int, wid
     path = written(tmp_path / "log", step(1, about=ABOUT), *(step(n, loss=3 + n % 7) for n in range(2, count + 1)))
     (tmp_path / "trace").write_text(json.dumps(trace()))
     log = read_log(path)
-    found = opened(page(log, figures(log), read_window(tmp_path / "trace")), tmp_path, width)
-    assert found["wrong"] == [] and found["overlaps"] == [] and found["wide"] <= 0
-    told = dict(found["told"])
+    facts = opened(page(log, figures(log), read_window(tmp_path / "trace")), tmp_path, width)
+    assert facts["wrong"] == [] and facts["overlaps"] == [] and facts["wide"] <= 0
+    told = dict(facts["told"])
     assert told["Parts of a step, s"].startswith("step") and "waits: reads: 0.33 s" in told["Parts of a step, s"]
     assert (
         told["Drives, a step, GiB"].endswith("written: 1 GiB")
@@ -418,14 +424,14 @@ def test_exit_codes_are_0_1_and_2(log: Path, tmp_path: Path) -> None:
 
 def test_a_time_line_of_another_program_is_an_error(tmp_path: Path, log: Path) -> None:
     """torch.profiler's has words for processes and threads."""
-    other = tmp_path / "other.json"
+    other_trace = tmp_path / "other.json"
     spans = [
         {"ph": "X", "pid": "Spans", "tid": "PyTorch Profiler (0)", "ts": 1.0, "dur": 2.0, "name": "PyTorch Profiler"},
         {"ph": "X", "pid": 7, "tid": 7, "ts": 1.0, "dur": "long", "name": "aten::mm", "cat": "cpu_op"},
         {"ph": "X", "pid": 7, "tid": 7, "ts": 1.0, "dur": 2.0, "name": "aten::mm", "args": 3},
     ]
-    other.write_text(json.dumps({"traceEvents": spans}))
-    done = CliRunner().invoke(app, ["report", str(log), "--trace", str(other)])
+    other_trace.write_text(json.dumps({"traceEvents": spans}))
+    done = CliRunner().invoke(app, ["report", str(log), "--trace", str(other_trace)])
     assert done.exit_code == 2 and "contains no span" in done.stderr, done.output
     zipped = tmp_path / "other.json.gz"
     packed = bytearray(gzip.compress(json.dumps(list(range(10000))).encode()))
@@ -545,8 +551,8 @@ def test_the_page_the_json_and_the_command_show_the_shares(tmp_path: Path) -> No
     trace = tmp_path / "trace.json"
     trace.write_text(json.dumps({"traceEvents": events}))
     window = read_window(trace)
-    found = read_log(log)
-    text = page(found, figures(found, window=window), window)
+    records = read_log(log)
+    text = page(records, figures(records, window=window), window)
     assert "reads of the drives" in text and "under the backward" in text and "begun under the backward" in text
     done = CliRunner().invoke(app, ["report", str(log), "--trace", str(trace), "--json"])
     shares = json.loads(done.stdout)
@@ -554,7 +560,7 @@ def test_the_page_the_json_and_the_command_show_the_shares(tmp_path: Path) -> No
     assert shares["updates"][BACKWARD] > shares["updates"][FORWARD] > 0
     done = CliRunner().invoke(app, ["report", str(log), "--trace", str(trace)])
     assert "busy: the model's compute 85%, reads of the drives 40%" in done.stdout
-    assert figures(found)["links"] is None and figures(found)["updates"] is None
+    assert figures(records)["links"] is None and figures(records)["updates"] is None
 
 
 def test_any_loop_writes_a_log_that_goes_on_where_it_was_committed(tmp_path: Path) -> None:
@@ -573,8 +579,8 @@ def test_any_loop_writes_a_log_that_goes_on_where_it_was_committed(tmp_path: Pat
     assert [line["step"] for line in lines] == [1, 2, 3, 4]
     assert [line["step"] for line in lines if "about" in line] == [1, 3]
     assert lines[0]["about"]["drive_tbw"] == 5 and lines[3]["drives"][str(tmp_path / "a")] > 0
-    found = figures(read_log(path))
-    assert found["resumed_at"] == [3] and found["torn_lines"] == 0 and found["drives"][0]["rated_bytes"] == 5e12
+    report = figures(read_log(path))
+    assert report["resumed_at"] == [3] and report["torn_lines"] == 0 and report["drives"][0]["rated_bytes"] == 5e12
 
 
 def test_a_log_that_would_take_the_place_of_another_file_is_an_error(tmp_path: Path) -> None:
@@ -602,8 +608,8 @@ def test_an_evaluation_is_a_line_behind_its_step(tmp_path: Path) -> None:
         engine = offload.initialize(model=JOB.model(), config=content | {"csv_monitor": csv}).engine
         for step in steps:
             train_step(engine, JOB, step)
-            with engine.evaluation() as found:
-                found.loss = torch.tensor(step + len(more) / 2)
+            with engine.evaluation() as evaluation:
+                evaluation.loss = torch.tensor(step + len(more) / 2)
             with engine.evaluation():
                 pass  # without a loss there is nothing to write
         testing.abandon(engine, remove=False)

@@ -93,7 +93,7 @@ def read(path: Path) -> dict[str, Any]:
 def _check_nested(spans: list[Slice]) -> None:
     """Asserts that any two spans of a thread are disjoint or nested."""
     open_until: list[int] = []
-    for span in sorted(spans, key=lambda each: (each.start, -each.end)):
+    for span in sorted(spans, key=lambda span: (span.start, -span.end)):
         while open_until and open_until[-1] <= span.start:
             open_until.pop()
         assert not open_until or span.end <= open_until[-1], span
@@ -105,12 +105,12 @@ def threads(content: dict[str, Any]) -> dict[str, list[Slice]]:
     events = content["traceEvents"]
     names = {event["tid"]: event["args"]["name"] for event in events if event["name"] == "thread_name"}
     assert len(set(names.values())) == len(names)
-    found: dict[str, list[Slice]] = defaultdict(list)
+    slices: dict[str, list[Slice]] = defaultdict(list)
     for event in events:
         if event["ph"] == "X":
             start, nbytes = round(event["ts"] * 1000), event.get("args", {}).get("bytes", 0)
-            found[names[event["tid"]]].append(Slice(event["name"], start, start + round(event["dur"] * 1000), nbytes))
-    return found
+            slices[names[event["tid"]]].append(Slice(event["name"], start, start + round(event["dur"] * 1000), nbytes))
+    return slices
 
 
 def row(content: dict[str, Any], row: Row) -> list[Slice]:
@@ -124,11 +124,11 @@ def names(content: dict[str, Any], of: Row) -> set[str]:
 
 
 def counters(content: dict[str, Any]) -> dict[str, list[int]]:
-    found: dict[str, list[int]] = defaultdict(list)
+    values: dict[str, list[int]] = defaultdict(list)
     for event in content["traceEvents"]:
         if event["ph"] == "C":
-            found[event["name"]].append(event["args"]["bytes"])
-    return found
+            values[event["name"]].append(event["args"]["bytes"])
+    return values
 
 
 # -- what it holds ------------------------------------------------------------------------------------
@@ -186,10 +186,10 @@ def test_spans_have_the_names_of_the_model(tmp_path: Path) -> None:
     order = [span.name for span in spans if span.name in ("forward h.1", "backward h.2", "backward h.1", "step 1")]
     first = order[: order.index("step 1")]
     assert first == ["forward h.1", "backward h.2", "forward h.1", "backward h.1"] * JOB.accumulation
-    found = counters(content)
-    assert max(found["device memory"]) > 0 and max(found["host buffers of weights"]) > 0
+    values = counters(content)
+    assert max(values["device memory"]) > 0 and max(values["host buffers of weights"]) > 0
     for name in ("reads in flight", "writes in flight"):
-        assert max(found[name]) > 0 and found[name][-1] == 0
+        assert max(values[name]) > 0 and values[name][-1] == 0
 
 
 def test_gradients_are_shown_when_they_have_come_from_a_device_beside_the_host(

@@ -47,8 +47,8 @@ class Link(NamedTuple):
 
 def links(text: str) -> Iterator[Link]:
     """Those that do not leave for another site."""
-    for found in _LINK.finditer(_CODE.sub("", _FENCE.sub("", text))):
-        target = next(filter(None, found.groups()))
+    for match in _LINK.finditer(_CODE.sub("", _FENCE.sub("", text))):
+        target = next(filter(None, match.groups()))
         if not _ELSEWHERE.match(target):
             path, _, anchor = target.partition("#")
             yield Link(path, anchor)
@@ -56,11 +56,11 @@ def links(text: str) -> Iterator[Link]:
 
 def anchors(text: str) -> set[str]:
     """Of the headings, as GitHub and our site make them."""
-    found: set[str] = set()
+    names: set[str] = set()
     for heading in _HEADING.findall(_FENCE.sub("", text)):
         words = re.sub(r"\[([^\]]*)\]\([^)]*\)", r"\1", heading)
-        found.add(re.sub(r"[^\w\- ]", "", words).strip().lower().replace(" ", "-"))
-    return found
+        names.add(re.sub(r"[^\w\- ]", "", words).strip().lower().replace(" ", "-"))
+    return names
 
 
 @cache
@@ -70,29 +70,29 @@ def anchors_of(page: Path) -> set[str]:
 
 def wrong(page: Path, inside: Path) -> list[str]:
     """The links of `page` that lead nowhere, or out of the folder `inside`."""
-    found = []
+    faults = []
     for path, anchor in links(page.read_text(encoding="utf-8")):
         target = (page.parent / path).resolve() if path else page
         link = f"{path}#{anchor}" if anchor else path
         if path.startswith("/"):
-            found.append(f"{link}: is absolute")
+            faults.append(f"{link}: is absolute")
         elif not target.is_relative_to(inside):
-            found.append(f"{link}: leaves {inside.name}; write the path in code font")
+            faults.append(f"{link}: leaves {inside.name}; write the path in code font")
         elif not target.exists():
-            found.append(f"{link}: is not there")
+            faults.append(f"{link}: is not there")
         elif anchor and (target.suffix != ".md" or anchor not in anchors_of(target)):
-            found.append(f"{link}: has no such heading")
-    return found
+            faults.append(f"{link}: has no such heading")
+    return faults
 
 
 def test_links_of_a_page_lead_somewhere_in_the_site() -> None:
-    found = {page: wrong(page, DOCS) for page in PAGES}
-    assert {str(page): links for page, links in found.items() if links} == {}
+    faults = {page: wrong(page, DOCS) for page in PAGES}
+    assert {str(page): links for page, links in faults.items() if links} == {}
 
 
 def test_links_beside_the_site_lead_somewhere() -> None:
-    found = {page: wrong(page, ROOT) for page in BESIDE}
-    assert {page.name: links for page, links in found.items() if links} == {}
+    faults = {page: wrong(page, ROOT) for page in BESIDE}
+    assert {page.name: links for page, links in faults.items() if links} == {}
 
 
 def test_the_navigation_has_every_page_once() -> None:
@@ -168,11 +168,11 @@ def test_each_name_of_the_reference_exists_and_is_described() -> None:
 
 def members(kind: type) -> Iterator[tuple[str, Any]]:
     """Public methods and properties that are code of ours."""
-    for each in kind.__mro__:
-        if each.__module__.partition(".")[0] == "offload":
-            for name, member in vars(each).items():
+    for base in kind.__mro__:
+        if base.__module__.partition(".")[0] == "offload":
+            for name, member in vars(base).items():
                 if not name.startswith("_") and (inspect.isfunction(member) or isinstance(member, property)):
-                    yield f"{each.__name__}.{name}", member
+                    yield f"{base.__name__}.{name}", member
 
 
 def test_the_commands_are_as_they_say_themselves() -> None:
@@ -270,26 +270,26 @@ def words_of(node: ast.expr) -> str:
 @functools.cache  # by the first test: each worker of a run imports this file, and one runs it
 def messages() -> list[tuple[str, str, str]]:
     """(class, message, place) of every error that is made, but for those whose words are all made elsewhere."""
-    found = []
+    calls = []
     for path in sorted((ROOT / "offload").rglob("*.py")):
         for node in ast.walk(ast.parse(path.read_text())):
             if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id in CLASSES and node.args:
                 words = words_of(node.args[0])
                 if len(re.findall(r"[A-Za-z]{2,}", words)) > 1:
-                    found.append((node.func.id, words, f"{path.relative_to(ROOT)}:{node.lineno}"))
-    return found
+                    calls.append((node.func.id, words, f"{path.relative_to(ROOT)}:{node.lineno}"))
+    return calls
 
 
 def sections() -> dict[str, list[str]]:
     """The words that the page has of each class."""
-    found: defaultdict[str, list[str]] = defaultdict(list)
+    lines: defaultdict[str, list[str]] = defaultdict(list)
     name = ""
     for line in PAGE.splitlines():
         if line.startswith("## "):
             name = line[3:]
         elif line.startswith("* `"):
-            found[name].append(line[3:].rstrip("`"))
-    return found
+            lines[name].append(line[3:].rstrip("`"))
+    return lines
 
 
 def tells_of(known: str, words: str) -> bool:
@@ -336,5 +336,7 @@ def test_every_class_has_a_section_and_every_cause_a_cure(name: str) -> None:
 def test_leading_words_of_the_page_identify_a_message() -> None:
     """Two words may be those of anything."""
     for some in KNOWN.values():
-        for each in some:
-            assert each.startswith("--") or len(re.findall(r"[\w.\-…]+", each)) >= 3, each
+        for words_of_an_option in some:
+            assert words_of_an_option.startswith("--") or len(re.findall(r"[\w.\-…]+", words_of_an_option)) >= 3, (
+                words_of_an_option
+            )

@@ -57,9 +57,9 @@ def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureF
 
 def saved_in(output: str) -> str:
     """The dtype of the saved weights, which is the machine's choice."""
-    found = re.search(r"parameters in torch\.(bfloat16|float32)\n", output)
-    assert found, output
-    return found[1]
+    match = re.search(r"parameters in torch\.(bfloat16|float32)\n", output)
+    assert match, output
+    return match[1]
 
 
 @pytest.mark.slow

@@ -288,11 +288,11 @@ def test_the_package_and_its_commands_load_what_they_use_alone(made: Path) -> No
         [sys.executable, "-c", _PROGRAM, json.dumps(asked)], capture_output=True, text=True, check=False
     )
     assert done.returncode == 0, done.stderr
-    package, found, same = json.loads(done.stdout)
+    package, imported, same = json.loads(done.stdout)
     assert package == [[], []] and same, "the package is light until a name of it is used"
-    assert [(command, output) for command, (code, output, _) in zip(asked, found, strict=True) if code] == []
-    outputs = {tuple(command): output for command, (_, output, _) in zip(asked, found, strict=True)}
-    loaded = [modules for _, _, modules in found]
+    assert [(command, output) for command, (code, output, _) in zip(asked, imported, strict=True) if code] == []
+    outputs = {tuple(command): output for command, (_, output, _) in zip(asked, imported, strict=True)}
+    loaded = [modules for _, _, modules in imported]
     assert loaded[: len(helps) + len(looks)] == [[]] * (len(helps) + len(looks)), "neither help nor a look needs torch"
     assert loaded[len(helps) + len(looks) : -len(plans)] == [["rich"]] * (len(tables) + len(removal))
     for modules in loaded[-len(plans) :]:

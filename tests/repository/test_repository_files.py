@@ -118,7 +118,7 @@ def unsafe(source: str) -> Iterator[str]:
 def test_no_file_brings_code() -> None:
     sources = {str(path.relative_to(PACKAGE)): path.read_text(encoding="utf-8") for path in PACKAGE.rglob("*.py")}
     suspected = {path: source for path, source in sources.items() if _SUSPECTED.search(source)}
-    assert {path: found for path, source in suspected.items() if (found := list(unsafe(source)))} == _ALLOWED
+    assert {path: calls for path, source in suspected.items() if (calls := list(unsafe(source)))} == _ALLOWED
 
 
 PAGE = ROOT / "docs" / "reference" / "bounds.md"
@@ -151,14 +151,14 @@ def defines(path: Path, name: str) -> bool:
 
 def wrong(row: Row) -> list[str]:
     """What is not there, or not said, in a row."""
-    found = []
+    faults = []
     for cell, folder, enough in ((row.keeper, "offload", ()), (row.test, "tests", ("by construction",))):
         names = _NAMED.findall(cell)
-        found += [f"{path}::{name}" for path, name in names if not defines(ROOT / folder / path, name)]
+        faults += [f"{path}::{name}" for path, name in names if not defines(ROOT / folder / path, name)]
         # Words without a reference would be a promise that nobody holds.
         if not names and cell not in enough:
-            found.append(f"{row.quantity}: {cell or 'nothing'}")
-    return found if row.bound else [*found, f"{row.quantity}: no bound"]
+            faults.append(f"{row.quantity}: {cell or 'nothing'}")
+    return faults if row.bound else [*faults, f"{row.quantity}: no bound"]
 
 
 ROWS = rows(PAGE.read_text(encoding="utf-8"))

@@ -322,8 +322,8 @@ def test_edits_in_a_window(tmp_path: Path, commits: list[int]) -> None:
     engine.destroy()
     assert commits[-2:] == [3, 5]
     engine = start(JOB, DISK, tmp_path / "disk", resume="must", **EVERY)
-    found = engine.module.state_dict()
-    assert_same_tensors(found, edited)
+    states = engine.module.state_dict()
+    assert_same_tensors(states, edited)
     assert losses == expected[:5]
     engine.destroy(remove=True)
 
@@ -345,8 +345,8 @@ def test_a_kill_takes_edits_of_the_window_with_it(tmp_path: Path) -> None:
     engine = start(JOB, DISK, tmp_path / "disk", resume="must", **EVERY)
     assert engine.global_steps == 3
     assert _train_with_edits(engine, range(3, 8)) == expected[3:]
-    found = engine.module.state_dict()
-    assert_same_tensors(found, weights)
+    states = engine.module.state_dict()
+    assert_same_tensors(states, weights)
     engine.destroy(remove=True)
 
 
@@ -407,9 +407,9 @@ def test_infinities_come_back(value: Any) -> None:
     facts = {**FACTS, "client_state": plain, "settings": {"gradient clipping": math.inf, "nan": math.nan}}
     packed = Snapshot(facts, {}, {}).pack()
     strict(bytes(packed["facts"].numpy()))
-    found = Snapshot.unpack(packed).facts
-    assert from_plain(found["client_state"]) == {"mine": value}
-    assert found["settings"]["gradient clipping"] == math.inf and math.isnan(found["settings"]["nan"])
+    snapshot = Snapshot.unpack(packed).facts
+    assert from_plain(snapshot["client_state"]) == {"mine": value}
+    assert snapshot["settings"]["gradient clipping"] == math.inf and math.isnan(snapshot["settings"]["nan"])
 
 
 @pytest.mark.parametrize(
@@ -452,8 +452,8 @@ def test_a_tensor_beside_the_json_is_taken_once() -> None:
     plain = to_plain([torch.ones(3), b"ab", torch.ones(3)], "it", "", tensors)
     beside = {str(number): tensor for number, tensor in enumerate(tensors)}
     for _ in range(2):
-        found = from_plain(plain, beside)
-        assert torch.equal(found[0], torch.ones(3)) and found[1] == b"ab" and torch.equal(found[0], found[2])
+        values = from_plain(plain, beside)
+        assert torch.equal(values[0], torch.ones(3)) and values[1] == b"ab" and torch.equal(values[0], values[2])
     for number in (0, 1):
         with pytest.raises(StoreError, match="a saved state is damaged, or made up: KeyError"):
             from_plain([plain[number], plain[number]], beside)
@@ -581,12 +581,12 @@ def resumed(folder: Path, expected: int, unbroken: Result) -> None:
     _steps(engine, folder / "log", POINTS_JOB.steps)
     weights = weights_of(engine)
     engine.destroy(remove=True)
-    found: dict[int, tuple[float, float]] = {}
+    steps_seen: dict[int, tuple[float, float]] = {}
     for line in (folder / "log").read_text().splitlines():
         step, *rest = json.loads(line)
-        assert found.setdefault(step, rest) == rest, f"step {step} differs after a resume"
-    steps = sorted(found)
-    assert_same(unbroken, Result([found[s][0] for s in steps], [found[s][1] for s in steps], weights))
+        assert steps_seen.setdefault(step, rest) == rest, f"step {step} differs after a resume"
+    steps = sorted(steps_seen)
+    assert_same(unbroken, Result([steps_seen[s][0] for s in steps], [steps_seen[s][1] for s in steps], weights))
 
 
 @pytest.fixture(scope="module")

@@ -139,8 +139,8 @@ def one_drive_behind(disk: Disk) -> Iterator[Image]:
     """Images of a cut after which one drive has what was synced, and all others everything."""
     behind, ahead = disk.image(nothing), disk.image(everything)
     for drive in sorted(path for path in ahead if re.fullmatch(r"drives/\d+", path)):
-        others = {path: data for path, data in ahead.items() if not f"{path}/".startswith(f"{drive}/")}
-        yield others | {path: data for path, data in behind.items() if f"{path}/".startswith(f"{drive}/")}
+        rest = {path: data for path, data in ahead.items() if not f"{path}/".startswith(f"{drive}/")}
+        yield rest | {path: data for path, data in behind.items() if f"{path}/".startswith(f"{drive}/")}
 
 
 def verdict(case: Case, commits: Mapping[str, Contents], drives: int, room: Path, goes_on: bool = False) -> str | None:
@@ -181,9 +181,9 @@ def _open_or_begin(run: Run, allowed: Allowed) -> None:
     assert run.last in allowed, f"{run.last} is there, expected {allowed}"
 
 
-def faults(log: Log, drives: int, room: Path, found: Iterable[Case]) -> Iterator[str]:
+def faults(log: Log, drives: int, room: Path, tried: Iterable[Case]) -> Iterator[str]:
     """What is wrong in each case where something is; every fourth trains on."""
-    for number, case in enumerate(found):
+    for number, case in enumerate(tried):
         wrong = verdict(case, log[1], drives, room, goes_on=number % 4 == 0)
         if wrong is not None:
             event = log[0][case.at]
@@ -192,10 +192,10 @@ def faults(log: Log, drives: int, room: Path, found: Iterable[Case]) -> Iterator
 
 def expect_none(log: Log, drives: int, room: Path, random_cuts: int, seed: int = 0) -> int:
     """Fail where a cut loses something; the number of images, of which a third is opened without `--whole`."""
-    found = list(cases(log[0], random_cuts, seed))
-    wrong = list(itertools.islice(faults(log, drives, room, drawn(found, -(-len(found) // 3))), 5))
+    tried = list(cases(log[0], random_cuts, seed))
+    wrong = list(itertools.islice(faults(log, drives, room, drawn(tried, -(-len(tried) // 3))), 5))
     assert not wrong, "\n".join(wrong)
-    return len(found)
+    return len(tried)
 
 
 @pytest.mark.sample(1)
@@ -225,9 +225,9 @@ def edits_on_a_grid(run: Run) -> None:
 def without_the_commit_before(log: Log, drives: int, room: Path, cuts: int) -> tuple[int, list[str]]:
     """Returns the number of images of a cut behind the second commit, and what is wrong with the first in them."""
     second = next(at for at, event in enumerate(log[0]) if event.what == "note" and event.arguments == ("commit 1",))
-    found = [case for case in cases(log[0], cuts) if case.at > second]
+    later = [case for case in cases(log[0], cuts) if case.at > second]
     wrong = []
-    for case in found:
+    for case in later:
         root = room / "image"
         put(case.image, root)
         run = Run(root, drives, PlainQueue(), dict(log[1]))
@@ -241,7 +241,7 @@ def without_the_commit_before(log: Log, drives: int, room: Path, cuts: int) -> t
         finally:
             run.store.close()
             shutil.rmtree(root)
-    return len(found), wrong
+    return len(later), wrong
 
 
 @pytest.mark.sample(1)
@@ -330,8 +330,8 @@ def one_after_the_other(seed: int, cuts: int, root: Path, room: Path) -> None:
             run.anything(3)
 
         log = recorded(folder, drives, PlainQueue(), work, seed * 100 + number, commits, case.allowed)
-        found = list(cases(log[0], 2, seed))
-        case = chance.choice(found)
+        all_cases = list(cases(log[0], 2, seed))
+        case = chance.choice(all_cases)
         wrong = verdict(case, commits, drives, room)
         assert wrong is None, f"seed {seed}, cut {number}: {wrong}"
         shutil.rmtree(folder)

@@ -216,9 +216,9 @@ def test_random_damage_is_mended_or_named(calm: Calm, tmp_path: Path, caplog: py
 @pytest.mark.parametrize("part", range(10))
 def test_two_hundred_random_damages(part: int, calm: Calm, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     """`-s` prints how many of each kind."""
-    found = Counter(survive(100 + 20 * part + seed, calm, tmp_path, caplog) for seed in range(20))
-    print("\n".join(f"{count:4} {'; '.join(words)}" for words, count in sorted(found.items())))
-    assert found.total() == 20
+    counts = Counter(survive(100 + 20 * part + seed, calm, tmp_path, caplog) for seed in range(20))
+    print("\n".join(f"{count:4} {'; '.join(words)}" for words, count in sorted(counts.items())))
+    assert counts.total() == 20
 
 
 # -- offload verify -----------------------------------------------------------------------------------
@@ -246,14 +246,14 @@ def test_verify_mends_only_if_it_is_told_to(swap: Path) -> None:
     before = digest(run)
     code, report = verify(run)
     assert code == 1 and report["mended"] == 0 and digest(run) == before
-    (found,) = report["ranks"][0]["damages"]
-    assert found["state"] == "exp_avg" and found["mended"] == ""
-    parameters = found["parameters"]
+    (damage,) = report["ranks"][0]["damages"]
+    assert damage["state"] == "exp_avg" and damage["mended"] == ""
+    parameters = damage["parameters"]
     assert parameters and set(parameters) <= {name for name, _ in Model().named_parameters()}
     code, report = verify(run, "--repair")
-    (found,) = report["ranks"][0]["damages"]
+    (damage,) = report["ranks"][0]["damages"]
     assert code == 3 and report["whole"] and report["mended"] == 1
-    assert found["mended"].endswith("default@3/rank0") and found["parameters"] == parameters
+    assert damage["mended"].endswith("default@3/rank0") and damage["parameters"] == parameters
     assert verify(run)[0] == 0 and not (run / "rank0" / "suspect").exists()
     shown = CliRunner().invoke(app, ["verify", str(run)]).output
     assert ": intact; " in shown

@@ -33,9 +33,9 @@ def script(folder: Path, remove: bool | None = None, **options: object) -> tuple
     """What a script does: all of `JOB`, and the end; what it gave and was told."""
     engine = start(JOB, DISK, folder, **options)
     losses = [train_step(engine, JOB, step) for step in range(engine.global_steps, JOB.steps)]
-    found = Result(losses, [], weights_of(engine))
+    result = Result(losses, [], weights_of(engine))
     engine.destroy(remove)
-    return found, engine.notices
+    return result, engine.notices
 
 
 def _killed(folder: Path) -> None:
@@ -255,9 +255,9 @@ def test_a_run_that_trains_is_reported_as_such(tmp_path: Path) -> None:
 def _on_ranks(folder: Path) -> tuple[Result, tuple[str, ...]]:
     engine = rank_pool.start(JOB, DISK, folder)
     losses = [train_step(engine, JOB, step) for step in range(JOB.steps)]
-    found = Result(losses, [], weights_of(engine))
+    result = Result(losses, [], weights_of(engine))
     engine.destroy()
-    return found, engine.notices
+    return result, engine.notices
 
 
 def _exits_on_ranks(folder: Path) -> list[str]:
@@ -274,8 +274,8 @@ def _exits_on_ranks(folder: Path) -> list[str]:
 @pytest.mark.slow
 def test_on_several_ranks_rank_0_notes_the_end_for_all(tmp_path: Path) -> None:
     with rank_pool.pool(2) as ranks:
-        (line,), others = ranks.run(_exits_on_ranks, tmp_path)
-    assert "a start without it begins anew" in line and others == []
+        (line,), lines_of_rank1 = ranks.run(_exits_on_ranks, tmp_path)
+    assert "a start without it begins anew" in line and lines_of_rank1 == []
 
 
 def _refused_on_ranks(folder: Path) -> str:
@@ -293,7 +293,7 @@ def test_on_several_ranks_another_job_is_refused_on_each_and_the_same_replaces(
     assert words[0].startswith(f"{tmp_path}/default holds a run that ended at step 2 and that nothing has saved")
     assert words[1].startswith(f"rank 0 could not replace the run, so no rank did: StoreError: {words[0][:40]}")
     again = ranks.run(_on_ranks, tmp_path)
-    for (one, _), (other, _) in zip(first, again, strict=True):
-        assert_same(one, other)
+    for (left, _), (right, _) in zip(first, again, strict=True):
+        assert_same(left, right)
     messages = [any("is replaced" in line for line in notices) for _, notices in again]
     assert messages == [True, False], "the first rank says it for all"

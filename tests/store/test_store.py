@@ -118,9 +118,9 @@ class Run:
         written: dict[State, list[Any]] = {}
         for state, nbytes in TRAINABLE[unit].items():
             for begin in range(0, nbytes, tile):
-                found = _memory(bytes(tile))
-                self.store.read(unit, state, self.store.newest[unit], begin, found).wait()
-                assert bytes(found) == self.now[unit, state][begin : begin + tile]
+                content = _memory(bytes(tile))
+                self.store.read(unit, state, self.store.newest[unit], begin, content).wait()
+                assert bytes(content) == self.now[unit, state][begin : begin + tile]
                 data = self.chance.randbytes(tile)
                 written.setdefault(state, []).append((begin, self.store.write(unit, state, slot, begin, _memory(data))))
                 self._set(unit, state, begin, data)
@@ -159,9 +159,9 @@ class Run:
     def compare(self) -> None:
         """Asserts that all contents are those of the commit."""
         for (unit, state), expected in self.now.items():
-            found = _memory(bytes(len(expected)))
-            self.store.read(unit, state, self.store.newest[unit], 0, found).wait()
-            assert found == expected, f"{state.value} of unit {unit} is not what {self.last} holds"
+            content = _memory(bytes(len(expected)))
+            self.store.read(unit, state, self.store.newest[unit], 0, content).wait()
+            assert content == expected, f"{state.value} of unit {unit} is not what {self.last} holds"
 
     def take_back(self) -> None:
         """Takes the last commit back, as after a rank that has not made it."""
@@ -340,14 +340,14 @@ def test_a_record_that_names_a_slot_that_a_unit_lacks_is_refused(tmp_path: Path,
     store = created(tmp_path, queue)
     store.commit(0, blob("zero"))
     assert store.durable is not None
-    other = store.durable._replace(slots=(0, 2, 0))
+    record = store.durable._replace(slots=(0, 2, 0))
     store.close()
     path = tmp_path / "run" / "rank0" / "commit"
-    path.write_bytes(other.pack() + path.read_bytes()[PAGE:])
+    path.write_bytes(record.pack() + path.read_bytes()[PAGE:])
     with pytest.raises(StoreError, match="names slots that its files do not have, at step 0"):
         opened(tmp_path, queue)
-    (found,) = inspect(tmp_path / "run")["ranks"][0]["commits"]
-    assert found["blob"] == "damaged"
+    (commit,) = inspect(tmp_path / "run")["ranks"][0]["commits"]
+    assert commit["blob"] == "damaged"
 
 
 def test_without_commits_a_unit_with_a_shadow_has_two_slots(tmp_path: Path, queue: IoQueue) -> None:
@@ -375,9 +375,9 @@ def test_a_damaged_blob_is_an_error_and_no_way_back(tmp_path: Path, queue: IoQue
         update(store, 0, epoch)
         store.commit(epoch, blob(f"blob {epoch}" * 100))
     update(store, 0, 3)
-    which = store.durable.blob
+    slot = store.durable.blob
     store.close()
-    damage(tmp_path / "run" / "rank0" / f"blob.{which}", 0, 64)
+    damage(tmp_path / "run" / "rank0" / f"blob.{slot}", 0, 64)
     with pytest.raises(StoreError, match=r"step 1: weight of unit 0, slot [AB]: 4096 bytes at offset"):
         opened(tmp_path, queue)
 
@@ -387,9 +387,9 @@ def test_a_damaged_blob_of_a_store_that_was_closed_gives_the_commit_before(tmp_p
     for epoch in (1, 2):
         update(store, 0, epoch)
         store.commit(epoch, blob(f"blob {epoch}"))
-    which = store.durable.blob
+    slot = store.durable.blob
     store.close()
-    damage(tmp_path / "run" / "rank0" / f"blob.{which}", 0, 64)
+    damage(tmp_path / "run" / "rank0" / f"blob.{slot}", 0, 64)
     store, text = opened(tmp_path, queue)
     assert text == "blob 1" and weight(store, 0) == 1
     assert "all data of step 1 was compared and is intact" in store.notices[0]
@@ -585,11 +585,11 @@ DAMAGES: dict[str, Callable[[bytes], bytes]] = {
 @pytest.mark.usefixtures("equal_drives")
 @pytest.mark.parametrize("damage", [*DAMAGES, "copies of another run"])
 def test_damage_is_an_error_and_loses_nothing(damage: str, tmp_path: Path, queue: IoQueue) -> None:
-    edited, other = Edited(tmp_path / "one", queue), Edited(tmp_path / "other", queue)
+    edited, intact = Edited(tmp_path / "one", queue), Edited(tmp_path / "other", queue)
     edited.end()
-    other.end()
+    intact.end()
     whole = edited.undo.read_bytes()
-    edited.undo.write_bytes(DAMAGES[damage](whole) if damage in DAMAGES else other.undo.read_bytes())
+    edited.undo.write_bytes(DAMAGES[damage](whole) if damage in DAMAGES else intact.undo.read_bytes())
     edited.is_refused(1)
     edited.undo.write_bytes(whole)
     edited.opens(1)
@@ -686,14 +686,14 @@ def test_what_goes_to_each_drive_is_what_was_asked_for_and_commits(tmp_path: Pat
     for step in range(3):
         train_step(engine, JOB, step)
     engine.state_dict()  # all updates are written
-    found = engine.drive_writes()
+    drives = engine.drive_writes()
     grown = engine.io_bytes().written - before[0]
-    commits = sum(each.run_bytes for each in found) - before[1] - grown
-    assert [Path(each.path).name for each in found] == ["a", "b"]
-    assert all(each.run_bytes == each.life_bytes for each in found)
+    commits = sum(each.run_bytes for each in drives) - before[1] - grown
+    assert [Path(each.path).name for each in drives] == ["a", "b"]
+    assert all(each.run_bytes == each.life_bytes for each in drives)
     assert grown > 2 * sum(p.numel() for p in model().parameters()) * 12
     assert 2 * 4096 < commits < 3 * 100_000, "records and blobs of two or three commits"
-    assert min(each.run_bytes for each in found) > grown / 10
+    assert min(each.run_bytes for each in drives) > grown / 10
     engine.destroy(remove=True)
 
 

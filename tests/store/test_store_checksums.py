@@ -115,13 +115,13 @@ def test_a_write_that_went_elsewhere_is_noticed_by_the_process_that_made_it(
         for unit in (0, 1):
             update(store, unit, value + 10 * unit)
         store.commit(value, blob(str(value)))
-    place, other = (store._places[unit][State.WEIGHT][store.newest[unit]].offset(4096) for unit in (0, 1))
+    place, place_of_another = (store._places[unit][State.WEIGHT][store.newest[unit]].offset(4096) for unit in (0, 1))
     held = os.pread(states.descriptors.buffered, 4096, place)
     # The bytes of two steps before, which the drive had there; or those of another unit.
     os.pwrite(
         states.descriptors.buffered,
         bytes([1]) * 4096 if fault == "lost" else held,
-        place + (other - place) * (fault != "lost"),
+        place + (place_of_another - place) * (fault != "lost"),
     )
     with pytest.raises(IoError, match=f"use weight of unit {int(fault != 'lost')}"):
         for unit in (0, 1):
@@ -307,10 +307,10 @@ def by_another_process(store: Store, damaged: int | None = None) -> Iterator[Sto
         if damaged is not None:
             damage_checksums(store, 0, State.WEIGHT, damaged)
         store.close()
-    other = Store([store.folders[0].parents[1]], "run", 0, CHECKSUMS_SPEC, store._queue)
-    other.open()
-    yield other
-    other.close()
+    process_store = Store([store.folders[0].parents[1]], "run", 0, CHECKSUMS_SPEC, store._queue)
+    process_store.open()
+    yield process_store
+    process_store.close()
 
 
 def damage_checksums(store: Store, unit: int, state: State, at: int, slot: int | None = None) -> None:
@@ -322,8 +322,8 @@ def damage_checksums(store: Store, unit: int, state: State, at: int, slot: int |
 def test_who_waits_late_for_a_read_is_not_alarmed_by_an_update(store: Store) -> None:
     """Two threads wait for one read; before the second looks at it, the unit is updated, in place within a window."""
     for seed in (1, 2, 3):
-        with by_another_process(store) as other:
-            _be_late(other, seed)
+        with by_another_process(store) as other_store:
+            _be_late(other_store, seed)
 
 
 def _be_late(store: Store, seed: int) -> None:
@@ -385,48 +385,50 @@ def test_damage_is_found_while_a_timeline_records(store: Store, queue: IoQueue, 
     damage_checksums(store, 0, State.WEIGHT, 7000)
     store.close()
     timeline, held = Timeline(tmp_path / "timeline.json"), HeldQueue(queue)
-    other = Store([tmp_path], "run", 0, CHECKSUMS_SPEC, held, spans=DriveSpans(timeline, ["one", "two"]))
-    other.open()
-    reads = [other.read(0, State.WEIGHT, other.newest[0], start, aligned_empty(4096)) for start in (0, 4096)]
+    other_store = Store([tmp_path], "run", 0, CHECKSUMS_SPEC, held, spans=DriveSpans(timeline, ["one", "two"]))
+    other_store.open()
+    reads = [
+        other_store.read(0, State.WEIGHT, other_store.newest[0], start, aligned_empty(4096)) for start in (0, 4096)
+    ]
     for index in (1, 0):
         held.reads[index].end()
     assert [span.name for span in timeline._spans] == ["one weight"] * 2
     for _ in range(2):  # who waits again, as a cleanup does, is told again
-        for each in reads:
+        for read in reads:
             with pytest.raises(IoError, match="use weight of unit 0"):
-                each.wait()
-    other.close()
+                read.wait()
+    other_store.close()
 
 
 def test_a_read_that_is_submitted_during_an_update_is_compared_with_the_bytes_before(
     store: Store, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The checksums are replaced when the store has taken them, before `newest` names the slot."""
-    with by_another_process(store) as other:
-        pages, target = ChecksumTable.pages, other.target(0)
+    with by_another_process(store) as other_store:
+        pages, target = ChecksumTable.pages, other_store.target(0)
 
         def replaced_then(table: ChecksumTable, key: Key) -> PageSums:
             answer = pages(table, key)
-            table.replace(key, [write(other, 0, State.WEIGHT, target, 0, TRAINABLE, seed=2)], TRAINABLE)
+            table.replace(key, [write(other_store, 0, State.WEIGHT, target, 0, TRAINABLE, seed=2)], TRAINABLE)
             return answer
 
         monkeypatch.setattr(ChecksumTable, "pages", replaced_then)
-        other.read(0, State.WEIGHT, other.newest[0], 0, aligned_empty(TRAINABLE)).wait()
+        other_store.read(0, State.WEIGHT, other_store.newest[0], 0, aligned_empty(TRAINABLE)).wait()
 
 
 def test_frozen_weights_are_compared_whichever_slot_is_the_newest(store: Store) -> None:
     """An update before anybody has read them proves nothing of them, and changes nothing."""
     update_checksums(store, 4096, 1)
-    with by_another_process(store) as other:
-        update_checksums(other, 4096, 3)
-        read(other, 0, State.WEIGHT, TRAINABLE, ALL)
-    with by_another_process(store) as other:
-        damage_checksums(other, 0, State.WEIGHT, ALL - 100, other.target(0))
-        update_checksums(other, 4096, 2)
-        read(other, 0, State.WEIGHT, 0, TRAINABLE)
+    with by_another_process(store) as other_store:
+        update_checksums(other_store, 4096, 3)
+        read(other_store, 0, State.WEIGHT, TRAINABLE, ALL)
+    with by_another_process(store) as other_store:
+        damage_checksums(other_store, 0, State.WEIGHT, ALL - 100, other_store.target(0))
+        update_checksums(other_store, 4096, 2)
+        read(other_store, 0, State.WEIGHT, 0, TRAINABLE)
         for start in (TRAINABLE, 0):
             with pytest.raises(IoError, match="use weight of unit 0"):
-                read(other, 0, State.WEIGHT, start, ALL)
+                read(other_store, 0, State.WEIGHT, start, ALL)
 
 
 @pytest.mark.parametrize(("start", "stop"), [(5000, TRAINABLE + 1), (TRAINABLE - 1, ALL)])
@@ -498,7 +500,11 @@ def test_page_sums_notice_each_damage_and_no_more(data: st.DataObject) -> None:
     for begin, stop in data.draw(st.permutations(list(itertools.pairwise(borders(5))))):
         buffer = memoryview(bytearray(stop - begin))
         read = CheckedRead(
-            sums, begin, buffer, partial(read_of, drive), lambda each: IoError("file", each.start, len(each), 74)
+            sums,
+            begin,
+            buffer,
+            partial(read_of, drive),
+            lambda request: IoError("file", request.start, len(request), 74),
         )
         try:
             read.wait()
@@ -532,11 +538,11 @@ def passes(draw: st.DrawFn) -> tuple[Slot, bytes, list[list[tuple[int, int]]], l
 
 def verdicts(slot: Slot, data: bytes, readers: list[list[tuple[int, int]]], turns: list[int]) -> list[bool]:
     passages, left = Passages(), [iter(pieces) for pieces in readers]
-    found = []
+    verdict_list = []
     for reader in turns:
         start, stop = next(left[reader])
-        found.append(passages.compare((0, State.WEIGHT), slot, start, stop - start, crc32c(data[start:stop]))[0])
-    return found
+        verdict_list.append(passages.compare((0, State.WEIGHT), slot, start, stop - start, crc32c(data[start:stop]))[0])
+    return verdict_list
 
 
 @given(passes())
@@ -858,12 +864,12 @@ def said(tmp_path: Path, queue: IoQueue) -> tuple[str, str]:
     return text, "\n".join(store.notices)
 
 
-def replace_page(rank: Path, which: int, page: bytes) -> bytes:
+def replace_page(rank: Path, number: int, page: bytes) -> bytes:
     """Returns the page of the commit file that was there."""
     with (rank / "commit").open("r+b") as file:
-        file.seek(which * PAGE)
+        file.seek(number * PAGE)
         old = file.read(PAGE)
-        file.seek(which * PAGE)
+        file.seek(number * PAGE)
         file.write(page)
     return old
 
@@ -888,8 +894,10 @@ def test_a_record_that_a_resume_has_erased_is_not_called_lost(rank: Path, tmp_pa
     store = Store([tmp_path], "run", 0, SPEC, queue)
     store.open(2)
     store.close()
-    found = inspection.look(rank)
-    assert [commit.record.serial for commit in found.commits] == [2] and not found.wrong and not found.begun
+    rank_files = inspection.look(rank)
+    assert (
+        [commit.record.serial for commit in rank_files.commits] == [2] and not rank_files.wrong and not rank_files.begun
+    )
     assert said(tmp_path, queue) == ("2", "")
     # The mark of another record vouches for none.
     replace_page(rank, 0, format.erasure(1, 0))
@@ -913,17 +921,17 @@ def test_a_write_of_a_record_that_a_drive_has_lost_is_said_as_a_kill_is(
 ) -> None:
     """The files are those of a kill between blob and record; once the run goes on, a record is missing."""
     committed(tmp_path, queue, *more[:-1])
-    which = 1 - read_records(rank / "commit").valid[0].blob
-    before = (rank / "commit").read_bytes()[which * PAGE :][:PAGE]
+    blob = 1 - read_records(rank / "commit").valid[0].blob
+    before = (rank / "commit").read_bytes()[blob * PAGE :][:PAGE]
     committed(tmp_path, queue, more[-1])
-    lost = replace_page(rank, which, before)
-    found = inspection.look(rank)
-    assert not found.wrong and found.begun
+    lost = replace_page(rank, blob, before)
+    rank_files = inspection.look(rank)
+    assert not rank_files.wrong and rank_files.begun
     text, notices = said(tmp_path, queue)
     assert text == ("one", "2")[len(more) - 1] and inspection.COMMIT_BEGUN in notices
-    replace_page(rank, which, lost)
+    replace_page(rank, blob, lost)
     committed(tmp_path, queue, 9)
-    replace_page(rank, which, before)  # as the process left it that did not know of the loss
+    replace_page(rank, blob, before)  # as the process left it that did not know of the loss
     if more == (2, 3):
         assert "a record that was written is lost" in inspection.look(rank).wrong[0].reason
 
@@ -984,14 +992,17 @@ def test_a_drive_whose_manifest_cannot_be_read_is_not_taken(
     tmp_path: Path, queue: IoQueue, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """It may be the second drive of another run, which a start would write over."""
-    one, two, three = (tmp_path / name for name in ("one", "two", "three"))
-    theirs = Store([one, two], "run", 0, SPEC, queue)
+    first, two, three = (tmp_path / name for name in ("one", "two", "three"))
+    theirs = Store([first, two], "run", 0, SPEC, queue)
     theirs.create()
     theirs.commit(1, blob("theirs"))
     theirs.close()
     manifest = two / "run" / "rank0" / "manifest.json"
     before = manifest.read_bytes()
-    for begin in (lambda: Store([three, two], "run", 0, SPEC, queue), lambda: Store([one, two], "run", 0, SPEC, queue)):
+    for begin in (
+        lambda: Store([three, two], "run", 0, SPEC, queue),
+        lambda: Store([first, two], "run", 0, SPEC, queue),
+    ):
         mine = begin()
         with monkeypatch.context() as patch:
             for module in (inspection, format):
@@ -1009,8 +1020,8 @@ def test_an_unreadable_file_is_not_called_missing(name: str, rank: Path, monkeyp
     with monkeypatch.context() as patch:
         for module in (inspection, format):
             unreadable(patch, module, name, errno.EIO)
-        found = inspection.look(rank)
-    reasons = [wrong.reason for wrong in found.wrong if wrong.path == str(rank / name)]
+        rank_files = inspection.look(rank)
+    reasons = [wrong.reason for wrong in rank_files.wrong if wrong.path == str(rank / name)]
     assert len(reasons) == 1 and reasons[0].startswith("the file cannot be read: Input/output error")
     (rank / name).unlink()
     reasons = [wrong.reason for wrong in inspection.look(rank).wrong if wrong.path == str(rank / name)]

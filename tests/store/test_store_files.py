@@ -79,12 +79,12 @@ def read_safetensors(data: bytes) -> dict[str, np.ndarray]:
     (length,) = struct.unpack_from("<Q", data)
     header = json.loads(data[8 : 8 + length])
     dtypes = {"U8": "<u1", "I64": "<i8", "F32": "<f4", "I16": "<i2", "BF16": "<u2", "BOOL": "?"}
-    found = {}
+    tensors = {}
     for name, entry in header.items():
         if name != "__metadata__":
             start, end = (8 + length + offset for offset in entry["data_offsets"])
-            found[name] = np.frombuffer(data[start:end], dtypes[entry["dtype"]]).reshape(entry["shape"])
-    return found
+            tensors[name] = np.frombuffer(data[start:end], dtypes[entry["dtype"]]).reshape(entry["shape"])
+    return tensors
 
 
 class Rank:
@@ -116,7 +116,7 @@ class Rank:
     def states(self, offset: int, nbytes: int) -> bytes:
         """Bytes of the states over all drives, one after the other."""
         stripe, weights = self.manifest["stripes"]["bytes"], self.manifest["stripes"]["weights"]
-        row_nbytes, found = stripe * sum(weights), b""
+        row_nbytes, content = stripe * sum(weights), b""
         while nbytes:
             row, within = divmod(offset, row_nbytes)
             drive = 0
@@ -127,9 +127,9 @@ class Rank:
             path = Path(self.manifest["drives"][drive], self.manifest["run"], f"rank{self.manifest['rank']}", "states")
             with path.open("rb") as file:
                 file.seek(row * stripe * weights[drive] + into)
-                found += file.read(count)
+                content += file.read(count)
             offset, nbytes = offset + count, nbytes - count
-        return found
+        return content
 
     def extent(self, unit: int, state: str) -> bytes | None:
         """What the commit names, compared with its checksums."""
@@ -179,26 +179,28 @@ class Reader:
 
     def parameters(self) -> dict[str, dict[str, np.ndarray]]:
         """Name to state to array; "master" is the fp32 value of every weight."""
-        found: dict[str, dict[str, np.ndarray]] = {}
+        values: dict[str, dict[str, np.ndarray]] = {}
         for unit, entry in enumerate(self.layout["units"]):
             flats = {
                 state: self.flat(unit, state) for state in STATES if ITEMSIZE[self.layout["mode"]][STATES.index(state)]
             }
-            for each in entry["parameters"]:
-                numel = int(np.prod(each["shape"], dtype=np.int64))
-                place = slice(each["start"], each["start"] + numel)
-                of = {s: f[place] for s, f in flats.items() if f is not None and (each["trainable"] or s == "weight")}
+            for parameter in entry["parameters"]:
+                numel = int(np.prod(parameter["shape"], dtype=np.int64))
+                place = slice(parameter["start"], parameter["start"] + numel)
+                of = {
+                    s: f[place] for s, f in flats.items() if f is not None and (parameter["trainable"] or s == "weight")
+                }
                 master = of["weight"].astype(np.uint32)
                 if self.layout["mode"] == "bf16":
                     master = master << 16
-                    if each["trainable"]:
+                    if parameter["trainable"]:
                         master = master + of["residual"].view("<i2").astype(np.int32).view(np.uint32)
                 of["master"] = master
-                found[each["name"]] = {
-                    state: (v.view("<f4") if v.dtype == np.uint32 else v).reshape(each["shape"])
+                values[parameter["name"]] = {
+                    state: (v.view("<f4") if v.dtype == np.uint32 else v).reshape(parameter["shape"])
                     for state, v in of.items()
                 }
-        return found
+        return values
 
     def facts(self) -> dict[str, Any]:
         return json.loads(self.ranks[0].blob["facts"].tobytes())  # type: ignore[no-any-return]
@@ -233,11 +235,11 @@ def test_moments_in_8_bits_are_codes_and_scales_of_blocks(tmp_path: Path) -> Non
             codes = np.frombuffer(rank.extent(unit, key) or b"", kind).astype(np.float32)
             values = codes * np.repeat(scales[:, number], 256)[: len(codes)]
             values = values * values if key == "exp_avg_sq" else values
-            for each in entry["parameters"]:
-                assert each["start"] % 256 == 0
-                found = values[each["start"] : each["start"] + int(np.prod(each["shape"]))]
-                moment = expected.pop((each["name"], key))
-                assert moment is not None and moment.cpu().numpy().tobytes() == found.tobytes()
+            for row in entry["parameters"]:
+                assert row["start"] % 256 == 0
+                section = values[row["start"] : row["start"] + int(np.prod(row["shape"]))]
+                moment = expected.pop((row["name"], key))
+                assert moment is not None and moment.cpu().numpy().tobytes() == section.tobytes()
     assert not expected
 
 
@@ -278,10 +280,10 @@ def put_back() -> Any:
     drives_module._STRIPE_BYTES, drives_module._measured = before
 
 
-def compare(run: Path, dtype: str, found: list[Any]) -> None:
+def compare(run: Path, dtype: str, results: list[Any]) -> None:
     """What was read is what the engine had, bit for bit."""
     reader = Reader(run)
-    weights, size = found[0][0], len(found)
+    weights, size = results[0][0], len(results)
     parameters = reader.parameters()
     assert parameters.keys() | {"head.weight", "calls"} == weights.keys() and reader.about["tied"] == {
         "head.weight": "embedding.weight"
@@ -289,29 +291,29 @@ def compare(run: Path, dtype: str, found: list[Any]) -> None:
     frozen = 0
     for unit, entry in enumerate(reader.layout["units"]):
         for state in STATES[1:]:
-            parts = [states.get((entry["name"], state)) for _, states in found]
+            parts = [states.get((entry["name"], state)) for _, states in results]
             flat = None if ITEMSIZE[dtype][STATES.index(state)] == 0 else reader.flat(unit, state)
             if flat is None:
                 assert parts == [None] * size
             else:
                 expected = torch.cat(parts)
                 assert flat[: entry["trainable"]].tobytes() == bits(expected).tobytes()
-        for each in entry["parameters"]:
-            mine = parameters[each["name"]]
-            frozen += not each["trainable"]
-            assert mine["weight"].shape == tuple(weights[each["name"]].shape)
+        for parameter in entry["parameters"]:
+            mine = parameters[parameter["name"]]
+            frozen += not parameter["trainable"]
+            assert mine["weight"].shape == tuple(weights[parameter["name"]].shape)
             assert (
                 mine["weight"].tobytes()
-                == weights[each["name"]].contiguous().view(-1).view(torch.uint8).numpy().tobytes()
+                == weights[parameter["name"]].contiguous().view(-1).view(torch.uint8).numpy().tobytes()
             )
-            master = weights[each["name"]].float().contiguous()
-            if dtype == "bf16" and each["trainable"]:
-                residual = torch.cat([states[entry["name"], "residual"] for _, states in found])
-                place = slice(each["start"], each["start"] + master.numel())
-                weight = weights[each["name"]].contiguous().view(-1)
+            master = weights[parameter["name"]].float().contiguous()
+            if dtype == "bf16" and parameter["trainable"]:
+                residual = torch.cat([states[entry["name"], "residual"] for _, states in results])
+                place = slice(parameter["start"], parameter["start"] + master.numel())
+                weight = weights[parameter["name"]].contiguous().view(-1)
                 kernels.join_master(weight, residual[place].clone(), master.view(-1))
             assert mine["master"].tobytes() == master.view(-1).view(torch.uint8).numpy().tobytes()
-            assert ("exp_avg" in mine) is each["trainable"]
+            assert ("exp_avg" in mine) is parameter["trainable"]
     assert frozen == 5, "both kinds are there"
     if dtype == "bf16":
         off = [name for name, each in parameters.items() if (each["master"].view(np.uint32) & 0xFFFF).any()]
@@ -321,17 +323,17 @@ def compare(run: Path, dtype: str, found: list[Any]) -> None:
 
 
 def test_a_run_on_two_drives(tmp_path: Path, put_back: Any) -> None:
-    found = [of_the_engine("fp32", tmp_path)]
+    results = [of_the_engine("fp32", tmp_path)]
     sizes = [(tmp_path / drive / "default" / "rank0" / "states").stat().st_size for drive in "ab"]
     assert min(sizes) > 64 << 10 and sizes[0] > 1.5 * sizes[1]
-    compare(tmp_path / "a" / "default", "fp32", found)
+    compare(tmp_path / "a" / "default", "fp32", results)
 
 
 @pytest.mark.slow
 def test_a_run_of_two_ranks(tmp_path: Path) -> None:
     with rank_pool.pool(2) as ranks:
-        found = ranks.run(of_the_engine, "bf16", tmp_path)
-    compare(tmp_path / "a" / "default", "bf16", found)
+        results = ranks.run(of_the_engine, "bf16", tmp_path)
+    compare(tmp_path / "a" / "default", "bf16", results)
 
 
 @pytest.mark.parametrize("damage", [None, b"{", b"\xff\x00"])
@@ -545,8 +547,8 @@ def test_drives_that_are_mounted_elsewhere_are_known_from_the_next_start(tmp_pat
     after = _moved(tmp_path, queue)
     store = _resumed(after, queue)
     store.close()
-    found = look(after[0] / "run" / "rank0")
-    assert found.wrong == () and found.folders == tuple(path / "run" / "rank0" for path in after)
+    rank_files = look(after[0] / "run" / "rank0")
+    assert rank_files.wrong == () and rank_files.folders == tuple(path / "run" / "rank0" for path in after)
     assert remove_run(after[0] / "run").not_found == ()
     assert not any((path / "run").exists() for path in after)
 
@@ -583,8 +585,8 @@ def test_a_copy_that_is_resumed_is_apart_from_its_original(tmp_path: Path, queue
         shutil.copytree(here, there)
     _resumed(copy, queue).close()
     for paths in (original, copy):
-        found = look(paths[0] / "run" / "rank0")
-        assert found.wrong == () and found.folders == tuple(path / "run" / "rank0" for path in paths)
+        rank_files = look(paths[0] / "run" / "rank0")
+        assert rank_files.wrong == () and rank_files.folders == tuple(path / "run" / "rank0" for path in paths)
     remove_run(copy[0] / "run")
     assert look(original[0] / "run" / "rank0").wrong == () and not (copy[1] / "run").exists()
 
@@ -714,8 +716,8 @@ def test_a_place_for_drives_without_one_is_a_warning(on_root: Path, monkeypatch:
 
 
 def test_the_mount_of_a_folder_is_the_innermost_one(tmp_path: Path) -> None:
-    found = mount_of("/proc/self")
-    assert (found.kind, found.point) == ("proc", "/proc")
+    mount = mount_of("/proc/self")
+    assert (mount.kind, mount.point) == ("proc", "/proc")
     assert tmp_path.is_relative_to(mount_of(tmp_path).point)
 
 
@@ -755,8 +757,8 @@ def test_ranks_that_have_changed_places_are_refused(tmp_path: Path, queue: IoQue
         store.commit(0, {})
         store.close()
     run = tmp_path / "run"
-    for name, other in (("rank0", "aside"), ("rank1", "rank0"), ("aside", "rank1")):
-        (run / name).rename(run / other)
+    for name, target in (("rank0", "aside"), ("rank1", "rank0"), ("aside", "rank1")):
+        (run / name).rename(run / target)
     told = r"rank0 has the swap files of rank 1, expected those of rank 0: .* put the files of each rank back"
     store = Store([tmp_path], "run", 0, OF_TWO, queue)
     assert store.newest_serial() == 1

@@ -49,9 +49,9 @@ def verified(run: Path) -> int:
 @pytest.fixture
 def drives(tmp_path: Path) -> list[Path]:
     """Two drives with a run of two steps."""
-    found = [tmp_path / "a", tmp_path / "b"]
-    train(found, 2).destroy()
-    return found
+    folders = [tmp_path / "a", tmp_path / "b"]
+    train(folders, 2).destroy()
+    return folders
 
 
 # -- drives that have gone elsewhere ------------------------------------------------------------------
@@ -180,10 +180,10 @@ def test_a_start_that_failed_has_nothing_more_to_remove(
         failed.create()
     monkeypatch.undo()
     assert not (tmp_path / "run").exists()
-    other = created(tmp_path, queue)
+    other_store = created(tmp_path, queue)
     failed.remove()
-    other.commit(0, blob("zero"))
-    other.close()
+    other_store.commit(0, blob("zero"))
+    other_store.close()
     assert was_committed(tmp_path / "run" / "rank0")
 
 
@@ -221,19 +221,19 @@ def test_a_run_that_another_process_has_made_meanwhile(tmp_path: Path, queue: Io
 def test_a_lock_of_a_folder_that_was_removed_is_none(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Another process removes the folder and makes it anew between the two calls of whoever locks it."""
     (tmp_path / "rank0").mkdir()
-    others = list[Lock]()
+    locks = list[Lock]()
 
     def remade(real: Callable[[int, int], None], descriptor: int, operation: int) -> None:
         monkeypatch.undo()
         shutil.rmtree(tmp_path / "rank0")
         (tmp_path / "rank0").mkdir()
-        others.append(Lock(tmp_path / "rank0"))
+        locks.append(Lock(tmp_path / "rank0"))
         real(descriptor, operation)
 
     testing.intercept(monkeypatch, "file.lock", remade)
     with pytest.raises(StoreError, match="in use by"):
         Lock(tmp_path / "rank0")
-    others[0].release()
+    locks[0].release()
     Lock(tmp_path / "rank0").release()
 
 
@@ -284,10 +284,10 @@ def _damage(run: Path, state: str, offset: int = 0) -> None:
     """Flip a bit of what the last commit names."""
     from offload.swapper.store.inspection import look
 
-    found = look(run / "rank0")
-    assert found.manifest is not None
-    slots = found.commits[0].record.slots
-    row = found.manifest.spec.places()[0]
+    rank_files = look(run / "rank0")
+    assert rank_files.manifest is not None
+    slots = rank_files.commits[0].record.slots
+    row = rank_files.manifest.spec.places()[0]
     place = next(places for each, places in row.items() if each.value == state)[slots[0]]
     flip_bit(run / "rank0" / "states", place.offset(offset))
 
@@ -323,8 +323,8 @@ def test_a_store_without_an_intact_commit_is_an_error(tmp_path: Path) -> None:
     train([tmp_path], 4).destroy()
     run = tmp_path / "default"
     _damage(run, "weight")
-    found = run / "rank0" / "states"
-    found.write_bytes(bytes(b ^ 1 if i % 4096 == 7 else b for i, b in enumerate(found.read_bytes())))
+    states_file = run / "rank0" / "states"
+    states_file.write_bytes(bytes(b ^ 1 if i % 4096 == 7 else b for i, b in enumerate(states_file.read_bytes())))
     assert verified(run) == 1
     with pytest.raises(StoreError, match=r"no commit is intact: step 4: .*; step 3: "):
         train([tmp_path], 0, resume="auto")
@@ -348,8 +348,8 @@ def users(tmp_path: Path) -> Iterator[Users]:
     # All is imported before a user without rights is there: the environment may be readable by this one alone.
     train_others(tmp_path / "own")
     assert command("verify", tmp_path / "own" / "run")[0] == 0
-    with two_users() as found:
-        yield found
+    with two_users() as two:
+        yield two
 
 
 def train_others(drive: Path) -> None:
@@ -382,8 +382,8 @@ def precious(folder: Path, user: int) -> dict[str, str]:
     folder.mkdir()
     for name in (*FILES, *CHECKPOINT, "thesis.tmp", "finished.json", "latest"):
         (folder / name).write_text("precious")
-    for each in (folder, *folder.iterdir()):
-        os.chown(each, user, user)
+    for path in (folder, *folder.iterdir()):
+        os.chown(path, user, user)
     return {each.name: each.read_text() for each in folder.iterdir()}
 
 
@@ -394,9 +394,9 @@ def test_a_start_does_not_train_in_a_folder_that_another_user_has_made(made: str
         os.umask(0)
         (users.shared / "run" / "rank0").mkdir(parents=True) if made == "rank0" else (users.shared / "run").mkdir()
 
-    users.run(users.other, theirs)
-    said = users.run(users.this, lambda: print(start_others(users.shared)))
-    assert f"is of uid {users.other}, who could change it at any time" in said, said
+    users.run(users.stranger, theirs)
+    said = users.run(users.owner, lambda: print(start_others(users.shared)))
+    assert f"is of uid {users.stranger}, who could change it at any time" in said, said
     assert not list(users.shared.rglob("lock"))
 
 
@@ -405,10 +405,10 @@ def test_a_start_does_not_train_in_a_folder_that_another_user_has_made(made: str
 @pytest.mark.parametrize("place", ["run", "rank0", "lock", "states"])
 def test_a_link_of_another_user_leads_neither_a_start_nor_a_removal_to_files(place: str, users: Users) -> None:
     """Where a folder is theirs, all of it is; in a folder of this user they can put nothing."""
-    work = users.home(users.this) / "work"
-    before = precious(work, users.this)
+    work = users.home(users.owner) / "work"
+    before = precious(work, users.owner)
     (work / "rank0").mkdir()
-    os.chown(work / "rank0", users.this, users.this)
+    os.chown(work / "rank0", users.owner, users.owner)
 
     def theirs() -> None:
         os.umask(0)
@@ -416,10 +416,10 @@ def test_a_link_of_another_user_leads_neither_a_start_nor_a_removal_to_files(pla
         path.parent.mkdir(parents=True, exist_ok=True)
         path.symlink_to(work / place if place in before else work)
 
-    users.run(users.other, theirs)
-    said = users.run(users.this, lambda: print(start_others(users.shared)))
+    users.run(users.stranger, theirs)
+    said = users.run(users.owner, lambda: print(start_others(users.shared)))
     assert "exists and is not a folder" in said or "who could change it at any time" in said, said
-    code, said = 0, users.run(users.this, lambda: print(*command("rm", users.shared / "run", "--yes")))
+    code, said = 0, users.run(users.owner, lambda: print(*command("rm", users.shared / "run", "--yes")))
     assert said.startswith("2 error: "), said
     assert code == 0 and before == {each.name: each.read_text() for each in work.iterdir() if each.is_file()}
 
@@ -429,18 +429,18 @@ def test_a_run_of_another_user_is_verified_and_nothing_is_made_in_it(users: User
     def theirs() -> None:
         train_others(users.shared)
         shutil.rmtree(users.shared / "run" / "rank0" / "lock", ignore_errors=True)
-        for each in (users.shared / "run").rglob("*"):
-            each.chmod(0o777 if each.is_dir() else 0o666)
+        for path in (users.shared / "run").rglob("*"):
+            path.chmod(0o777 if path.is_dir() else 0o666)
         (users.shared / "run").chmod(0o777)
 
-    users.run(users.other, theirs)
+    users.run(users.stranger, theirs)
     files = {each: each.stat() for each in (users.shared / "run").rglob("*")}
-    assert users.run(users.this, lambda: print(*command("verify", users.shared / "run"))).startswith("0 ")
+    assert users.run(users.owner, lambda: print(*command("verify", users.shared / "run"))).startswith("0 ")
     after = {each: each.stat() for each in (users.shared / "run").rglob("*")}
     assert {p: (s.st_mtime_ns, s.st_size) for p, s in files.items()} == {
         p: (s.st_mtime_ns, s.st_size) for p, s in after.items()
     }
-    assert users.run(users.this, lambda: print(*command("rm", users.shared / "run", "--yes"))).startswith("2 error: ")
+    assert users.run(users.owner, lambda: print(*command("rm", users.shared / "run", "--yes"))).startswith("2 error: ")
     assert (users.shared / "run" / "rank0" / "states").exists()
 
 
@@ -448,21 +448,21 @@ def test_a_run_of_another_user_is_verified_and_nothing_is_made_in_it(users: User
 @pytest.mark.sample(2)
 @pytest.mark.parametrize("name", ["manifest.json", "commit", "blob.0", "states"])
 def test_a_link_in_a_run_of_another_user_is_not_read(name: str, users: Users) -> None:
-    secret = users.home(users.this) / "secret"
+    secret = users.home(users.owner) / "secret"
     secret.write_text("a secret of this user")
-    os.chown(secret, users.this, users.this)
+    os.chown(secret, users.owner, users.owner)
 
     def theirs() -> None:
         os.umask(0)
         train_others(users.shared)
-        for each in (users.shared / "run").rglob("*"):
-            each.chmod(0o755 if each.is_dir() else 0o644)
+        for path in (users.shared / "run").rglob("*"):
+            path.chmod(0o755 if path.is_dir() else 0o644)
         (users.shared / "run").chmod(0o755)
         (users.shared / "run" / "rank0" / name).unlink()
         (users.shared / "run" / "rank0" / name).symlink_to(secret)
 
-    users.run(users.other, theirs)
-    said = users.run(users.this, lambda: print(command("verify", users.shared / "run")))
+    users.run(users.stranger, theirs)
+    said = users.run(users.owner, lambda: print(command("verify", users.shared / "run")))
     assert "a secret" not in said and "link" in said, said
 
 
@@ -477,8 +477,8 @@ def test_a_removal_does_not_believe_a_manifest_that_names_other_folders(tmp_path
     manifest["drives"].append(str(tmp_path / "work"))
     manifest["stripes"]["weights"].append(1)
     path.write_text(json.dumps(manifest))
-    found = find_removal(tmp_path / "drive" / "run")
-    assert found.folders == (path.parent,), found
+    removal = find_removal(tmp_path / "drive" / "run")
+    assert removal.folders == (path.parent,), removal
     remove_run(tmp_path / "drive" / "run")
     work = tmp_path / "work" / "run" / "rank0"
     assert {each.name: each.read_text() for each in work.iterdir()} == before
@@ -529,25 +529,25 @@ def test_a_start_and_the_commands_end_at_what_is_no_file(name: str, kind: str, t
 @pytest.mark.parametrize("kind", ["folder", "link"])
 def test_a_model_is_not_saved_to_a_folder_of_another_user_that_nobody_has_named(kind: str, users: Users) -> None:
     """They know the default name beforehand, and could change the weights."""
-    (users.home(users.this) / "mine").mkdir()
-    os.chown(users.home(users.this) / "mine", users.this, users.this)
+    (users.home(users.owner) / "mine").mkdir()
+    os.chown(users.home(users.owner) / "mine", users.owner, users.owner)
 
     def theirs() -> None:
         os.umask(0)
         path = users.shared / "run-output"
-        path.mkdir() if kind == "folder" else path.symlink_to(users.home(users.this) / "mine")
+        path.mkdir() if kind == "folder" else path.symlink_to(users.home(users.owner) / "mine")
 
     def ours() -> None:
         os.chdir(users.shared)
         options = Options(model="gpt2-tiny", text=("a.py",))
-        with pytest.raises(ConfigError, match=rf"run-output, which is of uid {users.other}, who could change it"):
+        with pytest.raises(ConfigError, match=rf"run-output, which is of uid {users.stranger}, who could change it"):
             output_of(options, "run")
         assert output_of(options, "other")[0] == Path("other-output")
-        Path("mine-output").symlink_to(users.home(users.this) / "mine")
+        Path("mine-output").symlink_to(users.home(users.owner) / "mine")
         assert output_of(options, "mine")[0] == Path("mine-output"), "a link of this user's own"
 
-    users.run(users.other, theirs)
-    users.run(users.this, ours)
+    users.run(users.stranger, theirs)
+    users.run(users.owner, ours)
 
 
 def test_a_pipe_in_the_place_of_a_jobs_mark_is_none(tmp_path: Path) -> None:

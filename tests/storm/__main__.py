@@ -90,17 +90,17 @@ class _Storms:
     def weather(self, seed: int) -> None:
         """Runs the storm of a seed, and tells what was wrong."""
         plan = draw(seed, self._kind)
-        found = trial.run(plan, self._folder / str(seed))
+        faults = trial.run(plan, self._folder / str(seed))
         with self._lock:
             self._counts["storms"] += 1
             for fault in plan.faults:
                 self._counts[fault.what] += 1
-            if not found:
+            if not faults:
                 shutil.rmtree(self._folder / str(seed))
                 return
             self.failed.append(plan)
             print(f"seed {seed} FAILED: {plan}")
-            for words in found[:8]:
+            for words in faults[:8]:
                 print(f"    {words}")
             kind = f" --kind {self._kind}" if self._kind else ""
             print(f"    repeat: python -m tests.storm --seed {seed} --count 1{kind}; files: {self._folder / str(seed)}")
@@ -128,10 +128,10 @@ def _fails(plan: Plan, folder: Path) -> bool:
     """Returns whether a plan fails within three tries; one whose calm run is impossible does not count."""
     for _ in range(3):
         place = Path(tempfile.mkdtemp(dir=folder))
-        found = trial.run(plan, place / "trial")
+        faults = trial.run(plan, place / "trial")
         shutil.rmtree(place)
-        if found:
-            return not found[0].startswith("the calm run")
+        if faults:
+            return not faults[0].startswith("the calm run")
     return False
 
 

@@ -52,7 +52,7 @@ class _Store:
 
 def run(chooser: Listed | Seeded, seed: int) -> tuple[list[str], list[str]]:
     """Runs the ranks of a seed; returns what was wrong, and the trace."""
-    chance, scheduler, found = random.Random(f"ranks {seed}"), Scheduler(chooser), list[str]()
+    chance, scheduler, faults = random.Random(f"ranks {seed}"), Scheduler(chooser), list[str]()
     values: dict[str, bytes] = {}
     stores = [_Store(scheduler, values, chance) for _ in range(RANKS)]
     lost = chance.choice([None, None, *range(RANKS)])
@@ -67,26 +67,26 @@ def run(chooser: Listed | Seeded, seed: int) -> tuple[list[str], list[str]]:
             pulse.meet()
             met = scheduler.time < cut_at
             while scheduler.time < end and pulse.cut_off is None:
-                for other in pulse.others:
+                for peer in pulse.others:
                     # The look itself may take minutes, in which the other rank ends or this one is cut off.
-                    is_gone = other not in ended and pulse.gone(_SILENCE, [other])
-                    if is_gone and other not in ended and pulse.cut_off is None:
-                        seen.add(other)
+                    is_gone = peer not in ended and pulse.gone(_SILENCE, [peer])
+                    if is_gone and peer not in ended and pulse.cut_off is None:
+                        seen.add(peer)
                 scheduler.clock.sleep(chance.uniform(0, 20))
                 scheduler.progress()
         except RankError as error:
             if rank != lost:
-                found.append(f"rank {rank}: {error}")
+                faults.append(f"rank {rank}: {error}")
         finally:
             if rank != lost:  # which tells nobody that it ends
                 ended.add(rank)
             pulse.close("it has ended")
         if rank == lost and met and pulse.cut_off is None:
-            found.append(f"rank {rank} does not know that it is cut off")
+            faults.append(f"rank {rank} does not know that it is cut off")
         if rank != lost and seen - {lost}:
-            found.append(f"rank {rank} takes {sorted(seen - {lost})} for lost")
+            faults.append(f"rank {rank} takes {sorted(seen - {lost})} for lost")
         if rank != lost and lost is not None and met and lost not in seen:
-            found.append(f"rank {rank} does not know that rank {lost} is lost")
+            faults.append(f"rank {rank} does not know that rank {lost} is lost")
 
     def stop() -> None:
         nonlocal end
@@ -119,9 +119,9 @@ def run(chooser: Listed | Seeded, seed: int) -> tuple[list[str], list[str]]:
                 thread.start()
             scheduler.close()
         except Exception as error:
-            found.append(f"{type(error).__name__}: {error}")
+            faults.append(f"{type(error).__name__}: {error}")
         scheduler.join()
-    return found, scheduler.trace
+    return faults, scheduler.trace
 
 
 assert PULSE < 60 < SILENT < LONGEST

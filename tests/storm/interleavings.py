@@ -411,19 +411,19 @@ class _Life:
 
         With `fails`, the number of a request that ends with an error, the life may end with that error too.
         """
-        found: list[str] = []
+        faults: list[str] = []
         with _scheduled(self.scheduler, self._scenario, recorder, fails) as world:
             try:
-                found += self._train(folder, world.device)
+                faults += self._train(folder, world.device)
             except OffloadError as error:
                 if not (0 <= fails and any(isinstance(cause, IoError) for cause in _causes(error))):
                     raise
             self.scheduler.close()
-        found += self._wrong()
+        faults += self._wrong()
         self.requests = sum(drive.requests for drive in world.drives)
         if world.device is not None:
-            found += [f"the device: {what}" for what in sorted(set(world.device.broken))]
-        return found
+            faults += [f"the device: {what}" for what in sorted(set(world.device.broken))]
+        return faults
 
     def _train(self, folder: Path, device: LateDevice | None) -> list[str]:
         scenario, log, job = self._scenario, self.log, self._scenario.job()
@@ -471,7 +471,7 @@ def interleave(scenario: Scenario, chooser: Listed | Seeded, folder: Path, seed:
         folder: for swap files.
         seed: when the power fails, and what reaches the drive by then.
     """
-    found: list[str] = []
+    faults: list[str] = []
     try:
         setting = _setting(scenario, folder.parent)
     except Exception as error:
@@ -486,22 +486,22 @@ def interleave(scenario: Scenario, chooser: Listed | Seeded, folder: Path, seed:
     gc.disable()
     try:
         recorder = _Recorder(folder, life, chance, setting) if scenario.fault == "power" else None
-        found += life.live(folder, recorder, chance.choice(setting.requests) if scenario.fault == "error" else -1)
+        faults += life.live(folder, recorder, chance.choice(setting.requests) if scenario.fault == "error" else -1)
         done = len(life.log.steps)
         if recorder is not None and recorder.image is not None:
             done = recorder.done
             shutil.rmtree(folder)
             put(recorder.image, folder)
-        if scenario.fault and not found:
-            found += _resumed(_Life(scenario, setting, Listed()), folder, done - scenario.may_lose)
+        if scenario.fault and not faults:
+            faults += _resumed(_Life(scenario, setting, Listed()), folder, done - scenario.may_lose)
     except Exception as error:
-        found.append(_told(error))
+        faults.append(_told(error))
     finally:
         shutil.rmtree(folder)
         gc.enable()
-    if not found and process_memory().needed_bytes > before:
-        found.append("host memory is left")
-    return Outcome(found, chooser.choices, life.scheduler.now, life.scheduler.trace, life.early_updates)
+    if not faults and process_memory().needed_bytes > before:
+        faults.append("host memory is left")
+    return Outcome(faults, chooser.choices, life.scheduler.now, life.scheduler.trace, life.early_updates)
 
 
 def _resumed(life: _Life, folder: Path, least: int) -> Iterator[str]:
@@ -575,8 +575,10 @@ def _in_memory(scenario: Scenario, folder: Path) -> _Log:
 def _budgets(scenario: Scenario, folder: Path) -> dict[str, int]:
     budgets: dict[str, int] = {}
     with _scheduled(scheduler := Scheduler(Listed()), scenario):
-        for which, above in (("host_memory", scenario.host), ("device_memory", scenario.device)):
-            budgets |= budget(scenario.job(), scenario.placement, which, above, folder, **scenario.options, **budgets)
+        for budget_name, above in (("host_memory", scenario.host), ("device_memory", scenario.device)):
+            budgets |= budget(
+                scenario.job(), scenario.placement, budget_name, above, folder, **scenario.options, **budgets
+            )
         scheduler.close()
     return budgets
 

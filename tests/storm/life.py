@@ -110,12 +110,12 @@ class _Log:
 
 def causes_of(error: BaseException) -> list[str]:
     """Returns the names of an error's causes, each once: two errors may be causes of each other."""
-    found: dict[int, str] = {}
+    causes: dict[int, str] = {}
     cause: BaseException | None = error
-    while cause is not None and id(cause) not in found:
-        found[id(cause)] = f"{type(cause).__name__}: {str(cause)[:200]}"
+    while cause is not None and id(cause) not in causes:
+        causes[id(cause)] = f"{type(cause).__name__}: {str(cause)[:200]}"
         cause = cause.__cause__ or cause.__context__
-    return list(found.values())[1:]
+    return list(causes.values())[1:]
 
 
 def is_of_the_drive(line: list[Any]) -> bool:
@@ -146,8 +146,8 @@ def _train(plan: Plan, folder: Path, log: _Log, weather: Weather) -> None:
     """Trains from the last commit to the last step."""
     job, options = plan.job(), _options(plan, folder)
     # With little host memory a CPU cannot use all weights where they are, and the device needs room for some.
-    for which, above in (("host_memory", plan.host), ("device_memory", plan.device)):
-        options |= budget(job, plan.placement, which, above, folder / "runs", **options)
+    for budget_name, above in (("host_memory", plan.host), ("device_memory", plan.device)):
+        options |= budget(job, plan.placement, budget_name, above, folder / "runs", **options)
     engine = start(job, plan.placement, folder / "runs", resume="auto", **options)
     try:
         log("begin", engine.global_steps)

@@ -144,8 +144,8 @@ def plain_losses(folder: Path, texts: Sequence[str], drawn: Drawn) -> list[float
     ids = torch.tensor([[*tokenizer(text)["input_ids"], tokenizer.eos_token_id] for text in texts])
     assert ids.shape == (len(texts), ROW)
     matrices = [parameter for parameter in model.parameters() if parameter.ndim > 1]
-    others = [parameter for parameter in model.parameters() if parameter.ndim <= 1]
-    groups = [{"params": matrices, "weight_decay": drawn.decay}, {"params": others, "weight_decay": 0.0}]
+    vectors = [parameter for parameter in model.parameters() if parameter.ndim <= 1]
+    groups = [{"params": matrices, "weight_decay": drawn.decay}, {"params": vectors, "weight_decay": 0.0}]
     optimizer, losses = torch.optim.AdamW(groups, lr=drawn.lr), list[float]()
     for _ in range(drawn.steps):
         loss = model(input_ids=ids, labels=ids).loss
@@ -310,9 +310,9 @@ class Story:
         lines = path.read_text().splitlines(keepends=True) if path.exists() else []
         lines = [json.loads(line) for line in lines if line.endswith("\n")]  # a kill may have cut the last one
         steps = [(line["step"], line["loss"]) for line in lines if "grad_norm" in line]
-        if len(found := dict(steps)) < len(steps):
+        if len(by_step := dict(steps)) < len(steps):
             raise Wrong(f"the log of {run} has a step twice: {[step for step, _ in steps]}")
-        return found
+        return by_step
 
     # -- lives --------------------------------------------------------------------------------------
 
@@ -398,9 +398,9 @@ class Story:
         """Compares the last commit with the log: all of it for a life that ended by itself."""
         self.kept, logged = 0, max(self.losses("run"), default=0)
         if (self.place / "swap" / "run").exists():
-            found = json.loads(self.run("inspect", "swap/run", "--json", codes=(0, 2)).output or "{}")
+            report = json.loads(self.run("inspect", "swap/run", "--json", codes=(0, 2)).output or "{}")
             self.kept = max(
-                (commit["step"] for rank in found.get("ranks", ()) for commit in rank["commits"]), default=0
+                (commit["step"] for rank in report.get("ranks", ()) for commit in rank["commits"]), default=0
             )
         if self.kept < logged - (0 if whole else self.drawn.lost):
             raise Wrong(f"step {self.kept} is committed, and step {logged} was logged")
@@ -416,8 +416,8 @@ class Story:
             raise Wrong(f"`offload log` lists {rows}, and the last commit is of step {self._step()}")
 
     def _step(self) -> int:
-        found = json.loads(self.run("inspect", "swap/run", "--json").output)
-        return int(found["ranks"][0]["commits"][0]["step"])
+        report = json.loads(self.run("inspect", "swap/run", "--json").output)
+        return int(report["ranks"][0]["commits"][0]["step"])
 
     def _export(self, calm: dict[int, float] | None) -> None:
         """Exports the run and scores the documents by its model; the last model is the calm run's."""
@@ -449,23 +449,23 @@ class Story:
     # -- comparisons ---------------------------------------------------------------------------------
 
     def _compare(self, calm: dict[int, float], run: str) -> None:
-        found = self.losses(run)
-        others = {step: (loss, calm.get(step)) for step, loss in found.items() if loss != calm.get(step)}
-        if others or (run == "run" and found.keys() != calm.keys() and not self.filled):
-            raise Wrong(f"losses of {run} differ from the calm run's: {others or found.keys() ^ calm.keys()}")
+        losses = self.losses(run)
+        differing = {step: (loss, calm.get(step)) for step, loss in losses.items() if loss != calm.get(step)}
+        if differing or (run == "run" and losses.keys() != calm.keys() and not self.filled):
+            raise Wrong(f"losses of {run} differ from the calm run's: {differing or losses.keys() ^ calm.keys()}")
         self._compare_weights(f"{run}-model")
 
     def _compare_weights(self, name: str) -> None:
-        one, other = (load_file(self.place / folder / "model.safetensors") for folder in ("calm-model", name))
-        different = [key for key in one.keys() | other.keys() if not _same_bits(one.get(key), other.get(key))]
+        left, right = (load_file(self.place / folder / "model.safetensors") for folder in ("calm-model", name))
+        different = [key for key in left.keys() | right.keys() if not _same_bits(left.get(key), right.get(key))]
         if different:
             raise Wrong(f"weights in {name} differ from the calm run's: {different}")
 
-    def _compare_with_plain(self, found: dict[int, float], expected: Sequence[float]) -> None:
+    def _compare_with_plain(self, losses: dict[int, float], expected: Sequence[float]) -> None:
         exact = self.drawn.dtype == "fp32" and self.drawn.moments == "fp32"
         for step, loss in enumerate(expected, 1):
-            if not math.isclose(found[step], loss, rel_tol=1e-3 if exact else 0.05):
-                raise Wrong(f"the loss of step {step} is {found[step]}, that of plain PyTorch {loss}")
+            if not math.isclose(losses[step], loss, rel_tol=1e-3 if exact else 0.05):
+                raise Wrong(f"the loss of step {step} is {losses[step]}, that of plain PyTorch {loss}")
 
 
 RESUMED = ("--resume", "auto", "--keep")
@@ -477,10 +477,10 @@ LOOKS: tuple[Callable[[Story, dict[int, float] | None], None], ...] = (
 )
 
 
-def _same_bits(one: torch.Tensor | None, other: torch.Tensor | None) -> bool:
-    if one is None or other is None or one.dtype != other.dtype:
+def _same_bits(left: torch.Tensor | None, right: torch.Tensor | None) -> bool:
+    if left is None or right is None or left.dtype != right.dtype:
         return False
-    return torch.equal(one.contiguous().view(torch.uint8), other.contiguous().view(torch.uint8))
+    return torch.equal(left.contiguous().view(torch.uint8), right.contiguous().view(torch.uint8))
 
 
 def main() -> int:

@@ -81,9 +81,9 @@ def _live(plan: Plan, number: int, folder: Path) -> Life:
     seen = [log.stat().st_size if log.exists() else 0 for log in logs]
     port = free_port() if plan.ranks > 1 else 0
     lives = [processes().Process(target=live, args=(plan, number, folder, rank, port)) for rank in range(plan.ranks)]
-    for each in lives:
+    for result in lives:
         with _PROCESSES:
-            each.start()
+            result.start()
     _wait(lives, logs)
     statuses = [_status(each) for each in lives]
     waiting = [life for life in lives if _status(life) is None]
@@ -141,17 +141,17 @@ def _read(log: Path, start: int) -> list[Line]:
 
 def faults(plan: Plan, calm: Sequence[list[Line]], lives: Sequence[Life]) -> list[str]:
     """Returns what is wrong in the lives of a plan, of which the last should have ended the run."""
-    found = []
+    faults_found = []
     for rank in range(plan.ranks):
         expected = {(line[0], line[1]): line[2:] for line in calm[rank] if line[0] in _COMPARED}
-        found += [f"rank {rank}, {words}" for words in _wrong_bits(expected, lives, rank)]
-        found += [f"rank {rank}, {words}" for words in _lost_steps(plan, lives, rank)]
+        faults_found += [f"rank {rank}, {words}" for words in _wrong_bits(expected, lives, rank)]
+        faults_found += [f"rank {rank}, {words}" for words in _lost_steps(plan, lives, rank)]
     for number, life in enumerate(lives):
-        found += [f"life {number}: {words}" for words in _wrong_end(plan, number, life)]
+        faults_found += [f"life {number}: {words}" for words in _wrong_end(plan, number, life)]
     # Of a drive that has changed both commits, the run is refused.
     if lives[-1].statuses != (0,) * plan.ranks and not _has_rotten(plan, len(lives) - 1):
-        found.append(f"the last life did not end the run: {_told(lives[-1])}")
-    return found
+        faults_found.append(f"the last life did not end the run: {_told(lives[-1])}")
+    return faults_found
 
 
 def _has_rotten(plan: Plan, number: int) -> bool:
@@ -224,7 +224,7 @@ def _wrong_end(plan: Plan, number: int, life: Life) -> Iterator[str]:
             if name == "traceback":
                 yield values[0]
         errors = [line for line in lines if line[0] == "error"]
-        others = plan.ranks > 1  # of a rank that is lost the others say so
+        has_peers = plan.ranks > 1  # of a rank that is lost the others say so
         if status is None:
             yield f"rank {rank} waits, and had not ended, see stderr.{number}.{rank}"
         elif status == -signal.SIGKILL and what not in ("kill", "power"):
@@ -235,9 +235,9 @@ def _wrong_end(plan: Plan, number: int, life: Life) -> Iterator[str]:
             yield f"rank {rank} does not name the bytes that the drive has changed: {errors}"
         elif status == FAILED and what == "nothing":
             yield f"rank {rank} failed in calm weather: {errors}"
-        elif status == FAILED and what in ("error", "full") and not others and not any(map(is_of_the_drive, errors)):
+        elif status == FAILED and what in ("error", "full") and not has_peers and not any(map(is_of_the_drive, errors)):
             yield f"rank {rank} does not name the request that failed: {errors}"
-        elif status == FAILED and what in ("kill", "power") and not others:
+        elif status == FAILED and what in ("kill", "power") and not has_peers:
             yield f"rank {rank} failed though nothing had failed: {errors}"
         elif status not in (0, FAILED, -signal.SIGKILL):
             yield f"rank {rank} ended with {status}"

@@ -59,12 +59,12 @@ def exported(*arguments: object) -> dict[str, Any]:
 
 def tensors(out: Path) -> dict[str, torch.Tensor]:
     """Everything in all files."""
-    found: dict[str, torch.Tensor] = {}
+    tensors_loaded: dict[str, torch.Tensor] = {}
     for path in sorted(out.glob("*.safetensors")):
         loaded = safetensors.torch.load_file(path)
-        assert not found.keys() & loaded.keys()
-        found |= loaded
-    return found
+        assert not tensors_loaded.keys() & loaded.keys()
+        tensors_loaded |= loaded
+    return tensors_loaded
 
 
 def tied_by_hand() -> nn.Module:

@@ -28,9 +28,9 @@ def through_blocks(values: torch.Tensor, form: str, dtype: torch.dtype) -> torch
     made, flat = BLOCK_FORMATS[form], values.detach().contiguous().view(-1)
     blocks = torch.empty(made.stored_nbytes(len(flat)), dtype=torch.uint8)
     quantize(made, flat, blocks)
-    found = torch.empty(len(flat), dtype=dtype)
-    dequantize(made, blocks, found)
-    return found.view(values.shape)
+    values_made = torch.empty(len(flat), dtype=dtype)
+    dequantize(made, blocks, values_made)
+    return values_made.view(values.shape)
 
 
 def _dequantized(model: Callable[[], nn.Module], form: str, dtype: torch.dtype) -> nn.Module:

@@ -12,7 +12,7 @@ from tests.support.oracle import Job, room_for, start
 from tests.support.ranks.rank_pool import rank_and_size
 
 
-def least(job: Job, placement: tuple[str, str], folder: Path, which: str, **options: Any) -> int:
+def least(job: Job, placement: tuple[str, str], folder: Path, budget_name: str, **options: Any) -> int:
     """Returns the smallest `which`, "host_memory" or "device_memory", that works with whole tables of words.
 
     0 where a single byte is enough, as where the CPU uses weights in RAM alone. Nothing is made in `folder`.
@@ -21,23 +21,23 @@ def least(job: Job, placement: tuple[str, str], folder: Path, which: str, **opti
     elsewhere = folder.with_name(f"{folder.name}-least")
     if paths := options.get("nvme_path"):
         options["nvme_path"] = [str(elsewhere / str(drive)) for drive in range(len(paths))]
-    options = {which: 1, "vocabulary": "whole"} | options | {"resume": "restart"}
+    options = {budget_name: 1, "vocabulary": "whole"} | options | {"resume": "restart"}
     try:
         start(job, placement, elsewhere, **options).destroy(remove=True)
     except offload.BudgetError as error:
-        found = re.search(r"the least that works is [^(]*\((\d+) bytes\)", str(error))
-        assert found is not None
-        return int(found[1])
+        match = re.search(r"the least that works is [^(]*\((\d+) bytes\)", str(error))
+        assert match is not None
+        return int(match[1])
     return 0
 
 
 def budget(
-    job: Job, placement: tuple[str, str], which: str, above: float | None, folder: Path, **options: Any
+    job: Job, placement: tuple[str, str], budget_name: str, above: float | None, folder: Path, **options: Any
 ) -> dict[str, int]:
     """Returns an option: the budget `which`, `above` times the least above it; none if `above` is None."""
     if above is None:
         return {}
-    lowest = least(job, placement, folder, which, **options)
-    if which == "device_memory":
+    lowest = least(job, placement, folder, budget_name, **options)
+    if budget_name == "device_memory":
         lowest += room_for(job, 1, rank_and_size()[1])  # two units are in use at a time
-    return {which: int(lowest * (1 + above)) // PAGE * PAGE + PAGE}
+    return {budget_name: int(lowest * (1 + above)) // PAGE * PAGE + PAGE}

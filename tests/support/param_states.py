@@ -45,13 +45,13 @@ JOBS = {"GPT2": GPT2, "MIXTURE": MIXTURE}
 
 def everything(module: nn.Module) -> Found:
     """Returns all that can be read of each parameter, by its name and the state's, on the CPU."""
-    found: Found = {}
+    states: Found = {}
     for name, parameter in module.named_parameters():
-        found[f"{name} master"] = on_cpu(offload.safe_get_full_fp32_param(parameter))
-        found[f"{name} gradient"] = on_cpu(offload.safe_get_full_grad(parameter))
+        states[f"{name} master"] = on_cpu(offload.safe_get_full_fp32_param(parameter))
+        states[f"{name} gradient"] = on_cpu(offload.safe_get_full_grad(parameter))
         for state in STATES:
-            found[f"{name} {state}"] = on_cpu(offload.safe_get_full_optimizer_state(parameter, state))
-    return found
+            states[f"{name} {state}"] = on_cpu(offload.safe_get_full_optimizer_state(parameter, state))
+    return states
 
 
 def on_cpu(value: torch.Tensor | None) -> torch.Tensor | None:
@@ -82,40 +82,40 @@ def everything_local(module: nn.Module) -> Found:
 
 
 def everything_of_torch(engine: PlainEngine) -> Found:
-    found: Found = {}
+    states: Found = {}
     for (name, parameter), master in zip(engine.module.named_parameters(), engine._masters, strict=True):
-        found[f"{name} master"] = master.detach().clone()
-        found[f"{name} gradient"] = None if master.grad is None else master.grad.clone()
+        states[f"{name} master"] = master.detach().clone()
+        states[f"{name} gradient"] = None if master.grad is None else master.grad.clone()
         for state in STATES:
             mine = engine.optimizer.state[master].get(state) if master.requires_grad else None
             nothing = torch.zeros_like(master) if parameter.requires_grad else None
-            found[f"{name} {state}"] = nothing if mine is None else mine.clone()
-    return found
+            states[f"{name} {state}"] = nothing if mine is None else mine.clone()
+    return states
 
 
-def differences(one: Found, other: Found, same: Callable[..., bool] = torch.equal) -> list[str]:
-    assert one.keys() == other.keys()
+def differences(left: Found, right: Found, same: Callable[..., bool] = torch.equal) -> list[str]:
+    assert left.keys() == right.keys()
     return [
         name
-        for name, mine in one.items()
+        for name, mine in left.items()
         if not (
-            mine is other[name] is None or (mine is not None and other[name] is not None and same(mine, other[name]))
+            mine is right[name] is None or (mine is not None and right[name] is not None and same(mine, right[name]))
         )
     ]
 
 
-def same_but_for_roundings(found: Found, expected: Found, job: Job, reordered: bool = False) -> None:
+def same_but_for_roundings(states: Found, expected: Found, job: Job, reordered: bool = False) -> None:
     """Asserts that masters agree within `rounding_bounds`, gradients and moments as sums and squares of sums do."""
-    assert found.keys() == expected.keys()
+    assert states.keys() == expected.keys()
     share = rounding_bounds.norm_error(job) + 2 * rounding_bounds.step_error(job)
     built = job.model()
     job = job._replace(model=lambda: built)  # which is asked for its shapes for each tensor
-    for name, value in found.items():
+    for name, value in states.items():
         parameter, what = name.rsplit(" ", 1)
         if value is None or expected[name] is None:
             assert value is expected[name], name
             continue
-        mine, theirs = (models.without_key_bias(parameter, each[name]) for each in (found, expected))
+        mine, theirs = (models.without_key_bias(parameter, each[name]) for each in (states, expected))
         master = what == "master"
         error = (
             rounding_bounds.weight_error(job, theirs, reordered=reordered)
@@ -140,13 +140,13 @@ def backward(engine: Any, job: Job, step: int) -> None:
 
 def a_round(engine: Any, job: Job, look: Callable[[], Found]) -> list[Found]:
     """Yields what `look` finds before any step, between backward and step of the second, and after the second."""
-    found = [look()]
+    looks = [look()]
     train_step(engine, job, 0)
     backward(engine, job, 1)
-    found.append(look())
+    looks.append(look())
     engine.step()
-    found.append(look())
-    return found
+    looks.append(look())
+    return looks
 
 
 def halved(engine: Any) -> None:

@@ -119,8 +119,8 @@ def sign_error(job: Job, numel: int, reordered: bool) -> float:
 def weight_error(job: Job, weight: torch.Tensor, norms: Sequence[float] = (), reordered: bool = False) -> float:
     """What a weight differs by after training: its share of the way, signs, a rounding a step, its own last bit."""
     last = unit(job.dtype) if job.dtype != "fp32" else 0.0
-    found = step_error(job) * path(job, weight, norms) + 2 * (job.steps * unit() + last) * norm(weight)
-    return found + sign_error(job, weight.numel(), reordered)
+    bound = step_error(job) * path(job, weight, norms) + 2 * (job.steps * unit() + last) * norm(weight)
+    return bound + sign_error(job, weight.numel(), reordered)
 
 
 def likely_error(job: Job, weight: torch.Tensor, norms: Sequence[float] = (), reordered: bool = False) -> float:
@@ -149,8 +149,10 @@ def near(mine: float, theirs: float, error: float) -> bool:
 def same_numbers(mine: Sequence[float], theirs: Sequence[float], error: float) -> None:
     """Asserts that losses, or norms, of two runs are the same but for a relative `error`."""
     assert len(mine) == len(theirs)
-    for step, (one, other) in enumerate(zip(mine, theirs, strict=True)):
-        assert near(one, other, error), f"step {step}: {one} and {other}, {abs(one - other):.1e} apart, not {error:.1e}"
+    for step, (left, right) in enumerate(zip(mine, theirs, strict=True)):
+        assert near(left, right, error), (
+            f"step {step}: {left} and {right}, {abs(left - right):.1e} apart, not {error:.1e}"
+        )
 
 
 def same_losses(mine: Sequence[float], theirs: Sequence[float], job: Job) -> None:
@@ -184,8 +186,8 @@ def same_weights(
         trained = [name for name, p in job.model().named_parameters() if p.requires_grad]
     squares = [0.0, 0.0]
     for name in trained:
-        expected, found = (without_key_bias(name, each[name].detach().cpu().double()) for each in (theirs, mine))
-        apart, allowed = norm(found - expected), weight_error(job, expected, norms, reordered)
+        expected, actual = (without_key_bias(name, each[name].detach().cpu().double()) for each in (theirs, mine))
+        apart, allowed = norm(actual - expected), weight_error(job, expected, norms, reordered)
         assert apart <= allowed, f"{name}: {apart:.2e} apart, roundings come to {allowed:.2e}"
         squares = [squares[0] + apart**2, squares[1] + likely_error(job, expected, norms, reordered) ** 2]
     assert squares[0] <= squares[1], f"all: {squares[0] ** 0.5:.2e} apart, roundings come to {squares[1] ** 0.5:.2e}"

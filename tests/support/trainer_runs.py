@@ -159,9 +159,9 @@ def assert_close(mine: Run, theirs: Run, model: Any = models.shallow, reordered:
     """Asserts that two runs are equal within `tests.support.rounding_bounds` for fp32."""
     job = as_job(theirs.logs, model)
     assert len(mine.logs) == len(theirs.logs)
-    for one, other in zip(mine.logs, theirs.logs, strict=True):
-        assert one.keys() == other.keys() and one["learning_rate"] == other["learning_rate"]
-        for key in one.keys() - {"learning_rate"}:
-            rounding_bounds.same_numbers([one[key]], [other[key]], rounding_bounds.norm_error(job))
+    for left, right in zip(mine.logs, theirs.logs, strict=True):
+        assert left.keys() == right.keys() and left["learning_rate"] == right["learning_rate"]
+        for key in left.keys() - {"learning_rate"}:
+            rounding_bounds.same_numbers([left[key]], [right[key]], rounding_bounds.norm_error(job))
     assert mine.weights.keys() == theirs.weights.keys()
     rounding_bounds.same_weights(mine.weights, theirs.weights, job, reordered=reordered)

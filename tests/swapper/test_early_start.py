@@ -387,9 +387,9 @@ class LateStore:
 
     def write(self, unit: int, value: int) -> None:
         """Writes the slot that is not the newest one, which then is."""
-        other = 1 - self.newest[unit]
-        self.slots[unit][other] = value
-        self.newest[unit] = other
+        slot = 1 - self.newest[unit]
+        self.slots[unit][slot] = value
+        self.newest[unit] = slot
 
 
 class Storm:

@@ -274,7 +274,7 @@ def needed_at_once(model: nn.Module, units: Units) -> Iterator[set[int]]:
     whole = [(index, unit) for index, unit in enumerate(units.units) if unit.row is None and unit.rows is None]
     unit_of = {name: index for index, unit in whole for name in unit.parameters}
     calls: list[set[int]] = []
-    found: list[set[int]] = []
+    parts_at_once: list[set[int]] = []
 
     def before(module: nn.Module, _: object) -> None:
         needed = set(units.sites.get(names[id(module)], ()))
@@ -282,9 +282,9 @@ def needed_at_once(model: nn.Module, units: Units) -> Iterator[set[int]]:
         needed |= {unit_of[name] for name in external if name in unit_of}
         calls.append(needed)
         now = set().union(*calls)
-        found.append(now)
+        parts_at_once.append(now)
         used = [first[id(value)] for value in module._parameters.values()] + external
-        found.extend({part, *now} for name in used for part in parts.get(name, ()))
+        parts_at_once.extend({part, *now} for name in used for part in parts.get(name, ()))
 
     hooks = [
         hook
@@ -297,7 +297,7 @@ def needed_at_once(model: nn.Module, units: Units) -> Iterator[set[int]]:
     model(0)
     for hook in hooks:
         hook.remove()
-    yield from found
+    yield from parts_at_once
 
 
 @settings(max_examples=examples(400), deadline=None)

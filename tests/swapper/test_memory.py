@@ -62,15 +62,15 @@ def _train(folder: str, tiers: tuple[str, str]) -> dict[str, Any]:
 @pytest.mark.sample(1)
 @pytest.mark.parametrize("tiers", [("nvme", "nvme"), ("cpu", "cpu"), ("none", "none")], ids=lambda tiers: tiers[0])
 def test_it_adds_up_to_rss(tiers: tuple[str, str], tmp_path: Path) -> None:
-    found = forked(_train, str(tmp_path), tiers)[0]
-    host = found["report"]["host"]
+    result = forked(_train, str(tmp_path), tiers)[0]
+    host = result["report"]["host"]
     assert sum(nbytes for name, nbytes in host.items() if name != "rss") == host["rss"]
-    before, after = sorted(found["rss"])  # threads of the engine may touch pages between the readings
+    before, after = sorted(result["rss"])  # threads of the engine may touch pages between the readings
     assert before - 2 * MIB <= host["rss"] <= after + 2 * MIB
     assert host["other_engines"] == 0
     assert abs(host["other"]) < TOLERANCE, "base and budgets explain RSS"
-    assert 0 < host["arena"] <= align_up(found["host"]) and host["device_arena"] > 0
-    assert "resident" in found["words"] and "tiles" in found["words"]
+    assert 0 < host["arena"] <= align_up(result["host"]) and host["device_arena"] > 0
+    assert "resident" in result["words"] and "tiles" in result["words"]
 
 
 def test_classes_are_the_budget(tmp_path: Path) -> None:
@@ -81,14 +81,14 @@ def test_classes_are_the_budget(tmp_path: Path) -> None:
     assert sum(each["budget"] for each in report["classes"].values()) == report["host_memory"] == engine.host_memory
     assert all(each["used"] <= each["peak"] <= each["budget"] for each in report["classes"].values())
     # A CPU has no allocator to ask: the arena stands for the device.
-    other = 0 if engine.device.type == "cpu" else report["allocator"]["allocated"] - engine.device_memory
+    rest = 0 if engine.device.type == "cpu" else report["allocator"]["allocated"] - engine.device_memory
     assert report["device"] == {
-        "allocated": engine.device_memory + other,
+        "allocated": engine.device_memory + rest,
         "arena": engine.device_memory,
         "in_use": testing.inspect(engine).device_arena.used_bytes,
-        "other": other,
+        "other": rest,
     }
-    assert other >= 0
+    assert rest >= 0
     second = offload.initialize(
         model=models.GPT2.model(),
         config={"optimizer": {"type": "AdamW", "params": {"lr": 1e-3}}, "offload": {"device": "cpu"}},

@@ -210,8 +210,8 @@ def test_limits_and_stalls_of_both_versions_of_cgroups(monkeypatch: pytest.Monke
         "/sys/fs/cgroup/memory.pressure": "some avg10=99.00 avg60=1.00 avg300=0.00 total=9",
     }
     testing.replace(monkeypatch, "machine.system_file", lambda path: files.get(path, ""))
-    found = {limit.name: limit.room for limit in limits.cgroup_limits()}
-    assert found == {"the cgroup /old": 2000, "the cgroup /outer": 300, "memory.high of the cgroup /outer": -200}
+    rooms = {limit.name: limit.room for limit in limits.cgroup_limits()}
+    assert rooms == {"the cgroup /old": 2000, "the cgroup /outer": 300, "memory.high of the cgroup /outer": -200}
     assert limits.tightest_limit(2).room == -100 and limits.tightest_limit().free == 0
     assert limits.stalled() == 0.125, "that of the machine does not count"
     files["/sys/fs/cgroup/outer/memory.pressure"] = ""

@@ -248,9 +248,9 @@ def test_a_step_that_repeats_the_last_is_foreseen_exactly(order: list[int]) -> N
         rest = uses[position:]
         assert trace.distance(unit) == 0
         assert list(trace.upcoming()) == list(dict.fromkeys(rest)), "the next step has other weights"
-        for other in range(8):
+        for candidate in range(8):
             ahead = [*rest, *uses]
-            assert trace.distance(other) == (ahead.index(other) if other in uses else NEVER)
+            assert trace.distance(candidate) == (ahead.index(candidate) if candidate in uses else NEVER)
         assert trace.distances(range(8)) == tuple(trace.distance(other) for other in range(8))
         trace.use(unit)
     assert trace.unforeseen == 0
@@ -265,13 +265,15 @@ def test_an_evaluation_comes_round_to_its_first_unit(order: list[int], passed: i
 
 
 @given(orders, orders, st.integers(0, 39))
-def test_an_evaluation_in_the_middle_of_a_step_leaves_its_order(step: list[int], other: list[int], at: int) -> None:
+def test_an_evaluation_in_the_middle_of_a_step_leaves_its_order(
+    step: list[int], evaluation: list[int], at: int
+) -> None:
     trace, uses = access_order(step), _without_repeats(step)
     for position, unit in enumerate(uses):
         if position == at:
             for kind in (PassKind.EVAL, PassKind.TRAIN):
                 trace.begin(kind)
-                for used in other if kind is PassKind.EVAL else ():
+                for used in evaluation if kind is PassKind.EVAL else ():
                     trace.use(used)
                 if kind is PassKind.EVAL:
                     trace.finish()
@@ -352,13 +354,13 @@ def test_expected_experts_never_fail(order: list[int], steps: list[tuple[set[int
             units.put(unit, unit not in units)
             trace.use(unit)
             present = [other for other in range(8) if other in units]
-            assert list(units.latest()) == sorted(present, key=lambda other: (-trace.distance(other), other))
+            assert list(units.latest()) == sorted(present, key=lambda unit: (-trace.distance(unit), unit))
             assert list(units.upcoming()) == [other for other in trace.upcoming() if other in units]
             ahead = list(trace.upcoming())
             assert len(ahead) == len(set(ahead))
-            for other in range(8):
-                distance = trace.distance(other)
-                assert distance >= 0 and (distance == NEVER or len(list(trace.until(other))) == distance)
+            for candidate in range(8):
+                distance = trace.distance(candidate)
+                assert distance >= 0 and (distance == NEVER or len(list(trace.until(candidate))) == distance)
     trace.finish()
     assert list(trace.order) == (
         _without_repeats([unit for _, _, uses in steps for unit in uses]) or _without_repeats(order)
@@ -508,12 +510,12 @@ def test_a_use_waits_for_its_read_alone() -> None:
     pager, store = pager_of_place(3, room=3, order=[0, 1, 2])
     pager.prefetch()
     assert [read.unit for read in store.reads] == [0, 1, 2]
-    found: list[bool] = []
-    thread = threading.Thread(target=lambda: found.append(bool((pager.acquire(1) == 2).all())))
+    equal: list[bool] = []
+    thread = threading.Thread(target=lambda: equal.append(bool((pager.acquire(1) == 2).all())))
     thread.start()
     store.reads[1].end()
     thread.join(60)
-    assert found == [True] and pager.table.entries[0].residency is Residency.UPLOADING
+    assert equal == [True] and pager.table.entries[0].residency is Residency.UPLOADING
     pager.release(1)
     for read in store.reads:
         read.end()
@@ -696,16 +698,16 @@ def test_an_evaluation_between_steps_has_an_order_of_its_own(tmp_path: Path) -> 
 
 def _reads_on_demand(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """Units that somebody had to ask the disk for, and wait."""
-    found: list[int] = []
+    entries: list[int] = []
     real = HostCache.start_read
 
     def start_read(cache: HostCache, entry: Any, buffer: Any, priority: Any) -> None:
         if priority.name == "URGENT":
-            found.append(entry.index)
+            entries.append(entry.index)
         real(cache, entry, buffer, priority)
 
     testing.replace(monkeypatch, "host.start_read", start_read)
-    return found
+    return entries
 
 
 @pytest.mark.sample(1)
@@ -715,17 +717,17 @@ def test_from_the_second_step_on_nothing_is_read_on_demand(
 ) -> None:
     """However late the reads are. An update under way holds leases, for as long as it takes: each is awaited."""
     use_queue(monkeypatch, lambda: LateQueue(0, late))
-    found = _reads_on_demand(monkeypatch)
+    reads = _reads_on_demand(monkeypatch)
     engine = start(JOB, DISK, tmp_path)
     try:
         for step in range(JOB.steps):
             train_step(engine, JOB, step)
             testing.settle(engine, commit=False)
             if step == 0:
-                assert found, "nothing was foreseen yet"
+                assert reads, "nothing was foreseen yet"
             if step > 1:
-                assert found == [], f"step {step}"
-            found.clear()
+                assert reads == [], f"step {step}"
+            reads.clear()
     finally:
         engine.destroy(remove=True)
 
@@ -746,12 +748,12 @@ def test_deepspeeds_limits_are_inputs_and_change_no_bit(
     alone = run(JOB, ("none", "none"), tmp_path)
     settings = config(JOB, DISK, tmp_path)
     settings["zero_optimization"] |= keys
-    found = _reads_on_demand(monkeypatch)
+    reads = _reads_on_demand(monkeypatch)
     torch.manual_seed(JOB.seed)
     engine = offload.initialize(model=JOB.model(), config=settings)[0]
     assert testing.inspect(engine).prefetch_limits == limits
     losses = [train_step(engine, JOB, step) for step in range(JOB.steps)]
     assert losses == alone.losses
     if limits.ahead == 0:
-        assert len(found) > JOB.steps, "each step asks the disk, and waits"
+        assert len(reads) > JOB.steps, "each step asks the disk, and waits"
     engine.destroy(remove=True)

@@ -84,9 +84,9 @@ def test_the_sum_of_a_start_bounds_the_peak(
     words: int, dtype: str, tied: bool, chunked: bool, share: int, tmp_path: Path
 ) -> None:
     """With whole tables, and with tables in pieces."""
-    found, peak = forked(measured, str(tmp_path), words, dtype, tied, chunked, share)
-    print(f"peak {(peak - found['base']) / MIB:.0f} MiB above the base, planned {found['planned'] / MIB:.0f} MiB")
-    assert peak <= found["base"] + found["planned"]
+    result, peak = forked(measured, str(tmp_path), words, dtype, tied, chunked, share)
+    print(f"peak {(peak - result['base']) / MIB:.0f} MiB above the base, planned {result['planned'] / MIB:.0f} MiB")
+    assert peak <= result["base"] + result["planned"]
 
 
 def test_a_limit_below_the_sum_is_an_error_before_anything_is_touched(

@@ -453,13 +453,15 @@ def test_the_cache_that_another_engine_takes_is_unpinned_and_pinned_for_that_eng
     first: list[HostArena] = []
     first.append(HostArena(CLASSES, device, memory, 22 * SMALL, lambda: first[0].drop_cache(), COPIED))
     small = HostBudget(tiles=SMALL, weights=SMALL, gradients=0, resident=SMALL)
-    other = HostArena(small, device, memory, 22 * SMALL, copied=PinnedRegions(resident=SMALL, promoted=0, tiles=False))
+    other_arena = HostArena(
+        small, device, memory, 22 * SMALL, copied=PinnedRegions(resident=SMALL, promoted=0, tiles=False)
+    )
     assert first[0].pinned == {name: PINNED.get(name, 0) for name in first[0].pinned} and "cache" not in first[0].pinned
-    assert other.pinned["weights"] == other.pinned["copied"] == SMALL
-    assert lies_in(cuda, other.take_copied(SMALL)) and not lies_in(cuda, other.tiles.take(SMALL))
+    assert other_arena.pinned["weights"] == other_arena.pinned["copied"] == SMALL
+    assert lies_in(cuda, other_arena.take_copied(SMALL)) and not lies_in(cuda, other_arena.tiles.take(SMALL))
     first[0].close()
-    assert sum(cuda.pinned.values()) == other.pinned_bytes
-    other.close()
+    assert sum(cuda.pinned.values()) == other_arena.pinned_bytes
+    other_arena.close()
     assert not cuda.pinned and not cuda.left_error
 
 

@@ -111,8 +111,8 @@ def test_late_io_changes_no_bit(name: str, seed: int, tmp_path: Path, monkeypatc
     job: Job = ORDER_JOBS[name]._replace(dtype="bf16" if seed % 2 else "fp32")
     expected = run(job, ("none", "none"), tmp_path / "memory")
     use_queue(monkeypatch, lambda: LateQueue(seed, 0.01))
-    found = run(job, ("nvme", "nvme"), tmp_path / "late", device_memory=room_for(job, 2))
-    assert_same(expected, found, "in memory and with late I/O")
+    result = run(job, ("nvme", "nvme"), tmp_path / "late", device_memory=room_for(job, 2))
+    assert_same(expected, result, "in memory and with late I/O")
 
 
 @pytest.mark.sample(1)

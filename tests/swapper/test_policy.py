@@ -93,8 +93,8 @@ def test_victims_make_room_and_no_more_than_that(
     gone = [block for block in blocks if block.unit in going]
     assert all(block in later for block in gone)
     for block in gone:
-        others = [other[1:] for other in gone if other is not block]
-        assert not space.could_take(wanted * PAGE, others), "each of them was needed"
+        rest = [other[1:] for other in gone if other is not block]
+        assert not space.could_take(wanted * PAGE, rest), "each of them was needed"
     for block in gone:
         space.give(*block[1:])
     assert space.take(wanted * PAGE) is not None
@@ -120,9 +120,9 @@ def test_two_units_that_have_room_together_can_be_in_use(uses: list[int], room: 
     for unit in uses:
         if unit not in at:
             free = IdleBlocks(trace)
-            for other, offset in at.items():
-                if other not in held:
-                    free.add(UnitBlock(other, offset, pages[other] * PAGE))
+            for held_unit, offset in at.items():
+                if held_unit not in held:
+                    free.add(UnitBlock(held_unit, offset, pages[held_unit] * PAGE))
             floor = Floor(0, room * PAGE, largest_beside(unit, pages[unit] * PAGE, ascending, room * PAGE))
             place = find_room(space, pages[unit] * PAGE, free, floor)
             if place is None:
@@ -268,11 +268,11 @@ HOST = PlacementRequest(weights=Tier.HOST, states=Tier.HOST)
 
 
 def test_with_room_every_state_is_in_its_configured_tier() -> None:
-    found = placed(BLOCKS, PlacementRequest(weights=Tier.DISK, states=Tier.HOST))
-    assert set(tiers(found.tiers, State.WEIGHT)) == {Tier.DISK}
-    assert {tier for state in STATES for tier in tiers(found.tiers, state)} == {Tier.HOST}
-    assert found.spilled == () and found.window_numel == 0 and found.notices == ()
-    assert found.classes.resident == 80 * MEGA * 12 and found.classes.weights == 2 * 16 * MIB
+    placement = placed(BLOCKS, PlacementRequest(weights=Tier.DISK, states=Tier.HOST))
+    assert set(tiers(placement.tiers, State.WEIGHT)) == {Tier.DISK}
+    assert {tier for state in STATES for tier in tiers(placement.tiers, state)} == {Tier.HOST}
+    assert placement.spilled == () and placement.window_numel == 0 and placement.notices == ()
+    assert placement.classes.resident == 80 * MEGA * 12 and placement.classes.weights == 2 * 16 * MIB
 
 
 def test_gradients_leave_the_host_first_then_moments_then_the_rest() -> None:
@@ -281,11 +281,11 @@ def test_gradients_leave_the_host_first_then_moments_then_the_rest() -> None:
     seen: list[tuple[int, ...]] = []
     for budget in range(sum(placed(BLOCKS, HOST).classes), 0, -16 * MIB):
         try:
-            found = placed(BLOCKS, replace(HOST, host_memory=budget))
+            placement = placed(BLOCKS, replace(HOST, host_memory=budget))
         except BudgetError:
             break
-        assert sum(found.classes) <= budget
-        on_disk = tuple(tiers(found.tiers, state).count(Tier.DISK) for state in order)
+        assert sum(placement.classes) <= budget
+        on_disk = tuple(tiers(placement.tiers, state).count(Tier.DISK) for state in order)
         first = next((index for index, count in enumerate(on_disk) if count < len(BLOCKS)), len(order))
         assert not any(on_disk[first + 1 :]), "a state moves only when those before it have"
         seen.append(on_disk)
@@ -297,15 +297,15 @@ def test_where_updates_run_under_the_backward_whole_units_leave_the_host_and_gra
     asks, seen = replace(HOST, early=True), set()
     for budget in range(sum(placed(BLOCKS, asks).classes), 0, -16 * MIB):
         try:
-            found = placed(BLOCKS, replace(asks, host_memory=budget))
+            placement = placed(BLOCKS, replace(asks, host_memory=budget))
         except BudgetError:
             break
-        assert sum(found.classes) <= budget
-        counts = [sum(row[state] is Tier.DISK for state in (*STATES, State.WEIGHT)) for row in found.tiers]
+        assert sum(placement.classes) <= budget
+        counts = [sum(row[state] is Tier.DISK for state in (*STATES, State.WEIGHT)) for row in placement.tiers]
         assert counts == sorted(counts) and sum(0 < count < 4 for count in counts) <= 1, "one unit at most in part"
-        assert not found.spilled or counts == [4] * len(BLOCKS), "gradients move when all states have"
+        assert not placement.spilled or counts == [4] * len(BLOCKS), "gradients move when all states have"
         seen.add(sum(count == 4 for count in counts))
-    assert seen == set(range(len(BLOCKS) + 1)) and len(found.spilled) == len(BLOCKS)
+    assert seen == set(range(len(BLOCKS) + 1)) and len(placement.spilled) == len(BLOCKS)
 
 
 def test_moved_states_are_reported() -> None:
@@ -349,8 +349,8 @@ def test_one_unit_at_most_is_in_memory_in_part() -> None:
     ample = placed(BLOCKS, DISK)
     base = sum(ample.classes) + 2 * sum(BLOCKS) - ample.classes.weights
     for room in range(0, 400, 10):
-        found = placed(BLOCKS, replace(DISK, host_memory=base + room * MIB))
-        counts = [sum(row[state] is Tier.HOST for state in STATES) for row in found.tiers]
+        placement = placed(BLOCKS, replace(DISK, host_memory=base + room * MIB))
+        counts = [sum(row[state] is Tier.HOST for state in STATES) for row in placement.tiers]
         assert counts == sorted(counts, reverse=True), "in the model's order"
         assert counts.count(1) + counts.count(2) <= 1, f"{room} MiB"
 
@@ -370,8 +370,8 @@ def test_the_least_does_not_grow_with_the_model(sizes: list[int]) -> None:
         machine = MachineMemory(
             free_host=1 << 50, free_device=0 if on_cpu else GIB, host_addressable=on_cpu, drives=True
         )
-        found = place(parts_of(sizes), MODE, replace(DISK, host_memory=enough), machine)
-        assert enough - MIB < sum(found.classes) <= enough and len(found.spilled) == len(sizes)
+        placement = place(parts_of(sizes), MODE, replace(DISK, host_memory=enough), machine)
+        assert enough - MIB < sum(placement.classes) <= enough and len(placement.spilled) == len(sizes)
         with pytest.raises(BudgetError, match="the least that works"):
             place(parts_of(sizes), MODE, replace(DISK, host_memory=enough - MIB), machine)
 
@@ -407,8 +407,8 @@ def test_beside_a_gpu_the_default_budget_is_all_free_memory_but_a_reserve() -> N
         facts = MachineMemory(
             free_host=106 * GIB, free_device=8 * GIB, host_addressable=False, drives=True, unified=machine["unified"]
         )
-        found = place(parts_of(states), MODE, HOST, facts)
-        return bool(differences(parts_of(states), configured(parts_of(states), HOST, 2), found.tiers))
+        placement = place(parts_of(states), MODE, HOST, facts)
+        return bool(differences(parts_of(states), configured(parts_of(states), HOST, 2), placement.tiers))
 
     assert not spills(unified=False) and spills(unified=True)
 
@@ -454,9 +454,9 @@ def test_without_a_budget_inputs_beside_a_gpu_take_what_the_arena_leaves_of_the_
     facts = MachineMemory(free_host=100 * GIB, free_device=8 * GIB, host_addressable=False, drives=True)
     parts = parts_of([800 * MEGA] * 12)
     for inputs, least in ((None, 94 * GIB // 32), (3 * GIB, 3 * GIB), (1 << 50, 93 * GIB)):
-        found = place(parts, MODE, replace(HOST, inputs=inputs), facts)
-        assert found.inputs_nbytes is not None and found.inputs_nbytes >= least
-        assert found.inputs_nbytes + sum(found.classes) <= 94 * GIB
+        placement = place(parts, MODE, replace(HOST, inputs=inputs), facts)
+        assert placement.inputs_nbytes is not None and placement.inputs_nbytes >= least
+        assert placement.inputs_nbytes + sum(placement.classes) <= 94 * GIB
 
 
 def test_on_a_cpu_the_default_arena_leaves_most_of_a_small_memory_to_others() -> None:
@@ -482,8 +482,8 @@ def test_a_unit_without_room_for_two_device_buffers_is_streamed() -> None:
 def test_ratio_is_the_share_of_states_that_leaves_the_device() -> None:
     for ratio in (0.0, 0.3, 0.5, 1.0):
         print(ratio)
-        found = placed(BLOCKS, PlacementRequest(weights=Tier.DEVICE, states=Tier.HOST, states_off_device=ratio))
-        assert tiers(found.tiers, State.EXP_AVG).count(Tier.HOST) == round(10 * ratio)
+        placement = placed(BLOCKS, PlacementRequest(weights=Tier.DEVICE, states=Tier.HOST, states_off_device=ratio))
+        assert tiers(placement.tiers, State.EXP_AVG).count(Tier.HOST) == round(10 * ratio)
 
 
 def on_gpu(
@@ -527,9 +527,9 @@ def test_else_they_come_to_the_host() -> None:
 def test_on_a_gpu_the_arena_may_grow_to_all_units_where_no_number_was_given() -> None:
     """At first it has room for three of the largest; what activations leave is known after a step."""
     block = 2 * BLOCKS[0]
-    found = on_gpu(BLOCKS, DISK, 100 * GIB)
-    need = found.device_need
-    assert found.device_nbytes == 3 * block and (need.least, need.most, need.unit) == (block, 11 * block, block)
+    placement = on_gpu(BLOCKS, DISK, 100 * GIB)
+    need = placement.device_need
+    assert placement.device_nbytes == 3 * block and (need.least, need.most, need.unit) == (block, 11 * block, block)
     given = on_gpu(BLOCKS, replace(DISK, device_memory=4 * block), 100 * GIB)
     assert given.device_nbytes == given.device_need.most == 4 * block
     assert on_gpu(BLOCKS, replace(DISK, live=2 * BLOCKS[0]), 100 * GIB).device_need.most == 2 * block
@@ -542,10 +542,10 @@ def test_where_micro_batches_accumulate_a_gpu_adds_up_what_it_has_room_for_beyon
     placement_request = replace(DISK, accumulation=2)
 
     def added(asked: PlacementRequest) -> list[int]:
-        found = on_gpu(BLOCKS, asked, 100 * GIB)
-        assert found.device_nbytes == asked.device_memory
-        assert found.device_need.least == block
-        return [unit for unit, nbytes in found.added if nbytes == block]
+        placement = on_gpu(BLOCKS, asked, 100 * GIB)
+        assert placement.device_nbytes == asked.device_memory
+        assert placement.device_need.least == block
+        return [unit for unit, nbytes in placement.added if nbytes == block]
 
     assert added(replace(placement_request, device_memory=whole)) == []
     assert added(replace(placement_request, device_memory=whole + 3 * block + 4096)) == [0, 1, 2]
@@ -557,17 +557,17 @@ def test_where_micro_batches_accumulate_a_gpu_adds_up_what_it_has_room_for_beyon
     assert added(some) == [*spilled, *range(6 - len(spilled))]
 
 
-def without_totals(found: Placement) -> tuple[int, ...]:
-    need = found.device_need
+def without_totals(placement: Placement) -> tuple[int, ...]:
+    need = placement.device_need
     return need.least, need.most, need.unit, need.weights
 
 
 def test_without_a_budget_a_gpu_adds_gradients_up_in_what_a_first_step_has_left_free() -> None:
     block = 2 * BLOCKS[0]
-    found = on_gpu(BLOCKS, replace(DISK, accumulation=4), 100 * GIB)
-    assert found.device_nbytes == 3 * block and found.added == ()
-    assert without_totals(found) == (block, 21 * block, block, 11 * block)
-    assert [unit for unit, _ in found.grown(10 * block).added] == [0, 1]
+    placement = on_gpu(BLOCKS, replace(DISK, accumulation=4), 100 * GIB)
+    assert placement.device_nbytes == 3 * block and placement.added == ()
+    assert without_totals(placement) == (block, 21 * block, block, 11 * block)
+    assert [unit for unit, _ in placement.grown(10 * block).added] == [0, 1]
     live = on_gpu(BLOCKS, replace(DISK, accumulation=4, live=BLOCKS[0] * 2), 100 * GIB)
     assert live.device_nbytes == 2 * block and without_totals(live) == (block, 12 * block, block, 2 * block)
     given = on_gpu(BLOCKS, replace(DISK, accumulation=4, live=BLOCKS[0] * 2, device_memory=5 * block), 100 * GIB)
@@ -600,24 +600,24 @@ def test_any_budget_is_kept_or_refused_with_the_least_that_works(
 ) -> None:
     placement_request = PlacementRequest(weights=weights, states=states, host_memory=budget)
     try:
-        found = placed(sizes, placement_request, drives)
+        placement = placed(sizes, placement_request, drives)
     except BudgetError as error:
         least = int(str(error).split("the least that works is ")[1].split("(")[1].split(" ")[0])
         assert least > budget
         with pytest.raises(BudgetError):
             placed(sizes, replace(placement_request, host_memory=least - 4096), drives)
-        found = placed(sizes, replace(placement_request, host_memory=least), drives)
+        placement = placed(sizes, replace(placement_request, host_memory=least), drives)
         budget = least
-    assert sum(found.classes) <= budget
-    row_bytes = MODE.element_bytes + (2 if found.spilled else 0)
-    assert found.tile_numel > 0 and 3 * found.tile_numel * row_bytes <= found.classes.tiles
+    assert sum(placement.classes) <= budget
+    row_bytes = MODE.element_bytes + (2 if placement.spilled else 0)
+    assert placement.tile_numel > 0 and 3 * placement.tile_numel * row_bytes <= placement.classes.tiles
     kept = sum(
         -(-nbytes // 4096) * 4096
-        for unit, (row, home) in enumerate(zip(parts_of(sizes).nbytes, found.tiers, strict=True))
+        for unit, (row, home) in enumerate(zip(parts_of(sizes).nbytes, placement.tiers, strict=True))
         for state, nbytes in row.items()
-        if home[state] is Tier.HOST and (unit, state) not in found.promoted
+        if home[state] is Tier.HOST and (unit, state) not in placement.promoted
     )
-    assert kept == found.classes.resident
+    assert kept == placement.classes.resident
 
 
 CPU = Device(torch.device("cpu"))

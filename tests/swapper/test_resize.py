@@ -39,13 +39,13 @@ def resident(engine: offload.Engine) -> int:
     return resident_bytes(arena.address, arena.nbytes)
 
 
-def least_of(engine: offload.Engine, which: str = "host_memory") -> int:
+def least_of(engine: offload.Engine, budget_name: str = "host_memory") -> int:
     """Returns the smallest budget of an engine, as the error names it; 0 for a device that uses host buffers alone."""
     sizes = testing.inspect(engine).sizes
-    if which == "device_memory" and all(size.device_resident and size.tier is Tier.HOST for size in sizes):
+    if budget_name == "device_memory" and all(size.device_resident and size.tier is Tier.HOST for size in sizes):
         return 0
     with pytest.raises(BudgetError, match=r"budget is .* the least that works is [^(]*\(\d+ bytes\)") as caught:
-        engine.resize(**{which: 1})
+        engine.resize(**{budget_name: 1})
     return int(str(caught.value).partition("the least that works is ")[2].partition("(")[2].split()[0])
 
 
@@ -72,14 +72,14 @@ def test_a_run_whose_budgets_change_at_random_has_the_bits_of_an_undisturbed_one
 
     def step(engine: Any, job: Any, number: int) -> float:
         for _ in range(3):
-            for which, most in first._asdict().items():
+            for budget_name, most in first._asdict().items():
                 if chance.random() < 0.5:
-                    least = least_of(engine, which)
+                    least = least_of(engine, budget_name)
                     asked = chance.choice([least, chance.randint(least, most), most])
-                    found = getattr(engine.resize(**{which: asked}), which)
-                    assert found <= asked and (found == asked or asked not in (least, most))
-                    assert getattr(engine, which) == found
-                    seen.add((which, found))
+                    taken = getattr(engine.resize(**{budget_name: asked}), budget_name)
+                    assert taken <= asked and (taken == asked or asked not in (least, most))
+                    assert getattr(engine, budget_name) == taken
+                    seen.add((budget_name, taken))
         return train_step(engine, job, number)
 
     assert_same(trained(engine, JOB, step), expected)
@@ -200,8 +200,8 @@ def change_between_steps(job: Job, folder: Path, changes: bool) -> Result:
 
     def step(engine: Any, job: Any, number: int) -> float:
         if changes:
-            for which, most in first._asdict().items():
-                engine.resize(**{which: most if number % 2 else least_of(engine, which)})
+            for budget_name, most in first._asdict().items():
+                engine.resize(**{budget_name: most if number % 2 else least_of(engine, budget_name)})
         return train_step(engine, job, number)
 
     result = trained(engine, job, step)

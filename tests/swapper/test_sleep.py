@@ -163,9 +163,9 @@ def test_named_weights_are_those_of_the_state_dict_and_are_copies(tmp_path: Path
     engine = start(JOB, ("nvme", "nvme"), tmp_path)
     train_step(engine, JOB, 0)
     expected = engine.state_dict()
-    found = dict(engine.named_weights())
-    assert set(expected) - set(found) == {"lm_head.weight"}  # tied
-    for name, weight in found.items():
+    weights = dict(engine.named_weights())
+    assert set(expected) - set(weights) == {"lm_head.weight"}  # tied
+    for name, weight in weights.items():
         assert weight.device == engine.device and torch.equal(weight.cpu(), expected[name])
         weight.zero_()
     assert torch.equal(next(engine.named_weights())[1].cpu(), next(iter(expected.values())))

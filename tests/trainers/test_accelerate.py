@@ -77,13 +77,13 @@ def config(folder: Path) -> str:
 
 def check(line: str) -> None:
     """Compares what the script has printed: the plain run on one rank, and the steps behind the saved state."""
-    found: dict[str, Any] = json.loads(line)
+    report: dict[str, Any] = json.loads(line)
     model = nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 1))
-    steps = len(found["plain"])
+    steps = len(report["plain"])
     error = 2 * steps * rounding_bounds.sum_error(rounding_bounds.roundings(model))
-    assert found["ranks"] == 2 and steps == 4
-    rounding_bounds.same_numbers(found["losses"], found["plain"], error)
-    assert found["resumed"] == found["losses"][steps // 2 :]
+    assert report["ranks"] == 2 and steps == 4
+    rounding_bounds.same_numbers(report["losses"], report["plain"], error)
+    assert report["resumed"] == report["losses"][steps // 2 :]
 
 
 @pytest.mark.numeric
@@ -175,8 +175,8 @@ def begun() -> torch.nn.Module:
 
 def block(page: str, language: str) -> str:
     """Returns a page's block of a language."""
-    (found,) = re.findall(rf"```{language}\n(.*?)```", (GUIDES / page).read_text(encoding="utf-8"), re.DOTALL)
-    return str(found)
+    (matches,) = re.findall(rf"```{language}\n(.*?)```", (GUIDES / page).read_text(encoding="utf-8"), re.DOTALL)
+    return str(matches)
 
 
 def trained(
@@ -223,5 +223,5 @@ def test_losses_and_norms_are_those_without_the_key(
     plain = trained(trainer, "plain", content, environment)
     error = len(plain) * rounding_bounds.sum_error(rounding_bounds.roundings(model))
     assert len(plain) == len(paged) == 4 and plain[0]["grad_norm"] > 0.1
-    for one, other in zip(paged, plain, strict=True):
-        assert one == pytest.approx(other, rel=error, abs=error)
+    for left, right in zip(paged, plain, strict=True):
+        assert left == pytest.approx(right, rel=error, abs=error)

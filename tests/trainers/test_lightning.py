@@ -121,9 +121,9 @@ def strategies() -> Iterator[Callable[..., Any]]:
         return made[-1]
 
     yield make
-    for each in made:
-        if each.engine is not None:
-            each.engine.destroy()
+    for strategy in made:
+        if strategy.engine is not None:
+            strategy.engine.destroy()
 
 
 def test_a_fit_is_that_of_the_plain_trainer_and_its_bits_do_not_depend_on_the_tier(
@@ -133,22 +133,22 @@ def test_a_fit_is_that_of_the_plain_trainer_and_its_bits_do_not_depend_on_the_ti
     plain, disk, memory = net(), net(), net()
     stock = trainer("auto", tmp_path / "stock")
     stock.fit(plain, rows(), rows())
-    found = {}
+    states = {}
     for model, place in ((disk, tmp_path / "disk"), (memory, None)):
         runner = trainer(strategies(config(place)), tmp_path / str(place is None))
         runner.fit(model, rows(), rows())
         (tested,) = runner.test(model, rows(), verbose=False)
         guesses = torch.cat(runner.predict(model, rows()))
         assert tested["error"] == pytest.approx(nn.functional.mse_loss(guesses, rows().dataset.tensors[1]).item())
-        found[model] = runner.strategy.engine.state_dict()
+        states[model] = runner.strategy.engine.state_dict()
         assert runner.optimizers[0].param_groups[0]["lr"] == stock.optimizers[0].param_groups[0]["lr"] < 1e-2
         assert runner.strategy.engine.global_steps == stock.global_step == runner.global_step == 6
     assert disk.losses == memory.losses and disk.metric.moved
-    assert all(torch.equal(found[disk][name], found[memory][name]) for name in found[memory])
+    assert all(torch.equal(states[disk][name], states[memory][name]) for name in states[memory])
     error = 6 * rounding_bounds.sum_error(rounding_bounds.roundings(plain))
     assert disk.losses == pytest.approx(plain.losses, rel=error)
     for name, weight in plain.state_dict().items():
-        assert (found[disk][name] - weight).norm() <= error * weight.norm(), name
+        assert (states[disk][name] - weight).norm() <= error * weight.norm(), name
 
 
 def test_one_process_draws_the_random_numbers_of_the_plain_trainer(
@@ -180,8 +180,8 @@ def test_a_training_resumes_from_a_folder_with_the_bits_of_the_unbroken_one(
     resumed = trainer(strategies(config(tmp_path / "b")), tmp_path / "begun", epochs=3)
     resumed.fit(second, rows(), rows(), ckpt_path=last)
     assert first.losses + second.losses == unbroken.losses
-    wanted, found = whole.strategy.engine.state_dict(), resumed.strategy.engine.state_dict()
-    assert all(torch.equal(found[name], wanted[name]) for name in wanted)
+    wanted, states = whole.strategy.engine.state_dict(), resumed.strategy.engine.state_dict()
+    assert all(torch.equal(states[name], wanted[name]) for name in wanted)
     # The folder was saved anew, and names one moment.
     assert {path.name for path in last.iterdir()} == {"latest", "global_step9", "lightning-global_step9.ckpt"}
     # An evaluation loads weights alone, and the training that follows begins with them.
@@ -260,9 +260,9 @@ def test_two_ranks_train_as_one_with_the_whole_batch(tmp_path: Path, strategies:
     alone = net()
     runner = trainer(strategies(config(None)), tmp_path / "alone")
     runner.fit(alone, rows(), rows())
-    (one, weights), (two, same) = (torch.load(tmp_path / f"rank{rank}.pt") for rank in range(2))
+    (first, weights), (two, same) = (torch.load(tmp_path / f"rank{rank}.pt") for rank in range(2))
     error = 6 * rounding_bounds.sum_error(rounding_bounds.roundings(alone))
-    assert [(a + b) / 2 for a, b in zip(one, two, strict=True)] == pytest.approx(alone.losses, rel=error)
+    assert [(a + b) / 2 for a, b in zip(first, two, strict=True)] == pytest.approx(alone.losses, rel=error)
     for name, weight in runner.strategy.engine.state_dict().items():
         assert torch.equal(weights[name], same[name])
         assert (weights[name] - weight).norm() <= error * weight.norm(), name

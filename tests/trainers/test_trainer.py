@@ -86,9 +86,9 @@ def test_bf16_keeps_fp32_masters_and_follows_fp32(tmp_path: Path) -> None:
     """Steps follow the fp32 ones, for rounding does not add up in the masters."""
     mine, plain = offloaded(tmp_path, bf16=True), unbroken()
     assert all(value.dtype == torch.bfloat16 for value in mine.weights.values())
-    for one, other in zip(mine.logs, plain.logs, strict=True):
-        rounding_bounds.same_losses([one["loss"]], [other["loss"]], as_job(plain.logs, models.shallow, "bf16"))
-        assert one["learning_rate"] == other["learning_rate"]
+    for left, right in zip(mine.logs, plain.logs, strict=True):
+        rounding_bounds.same_losses([left["loss"]], [right["loss"]], as_job(plain.logs, models.shallow, "bf16"))
+        assert left["learning_rate"] == right["learning_rate"]
 
 
 @pytest.mark.slow
@@ -106,9 +106,9 @@ def test_torch_autocast_is_the_stock_trainers_bf16(tmp_path: Path) -> None:
     blocks = {"torch_autocast": {"enabled": True, "dtype": "bfloat16"}}
     mine, plain = offloaded(tmp_path / "mine", blocks=blocks, bf16=True), stock(tmp_path / "stock", bf16=True)
     job = as_job(plain.logs, models.shallow, "bf16")
-    for one, other in zip(mine.logs, plain.logs, strict=True):
-        rounding_bounds.same_losses([one["loss"]], [other["loss"]], job)
-        rounding_bounds.same_norms([one["grad_norm"]], [other["grad_norm"]], job)
+    for left, right in zip(mine.logs, plain.logs, strict=True):
+        rounding_bounds.same_losses([left["loss"]], [right["loss"]], job)
+        rounding_bounds.same_norms([left["grad_norm"]], [right["grad_norm"]], job)
 
 
 def test_in_fp16_a_step_that_overflows_moves_no_schedule(tmp_path: Path) -> None:
@@ -530,8 +530,8 @@ def test_an_end_says_what_is_kept_and_how_it_goes_on(tmp_path: Path, caplog: pyt
             mine.add_callback(Fail(step, error))
             with pytest.raises(error):
                 mine.train(resume_from_checkpoint=resume)
-        (found,) = [each.getMessage() for each in caplog.records if "the training ended" in each.getMessage()]
-        return found
+        (message,) = [each.getMessage() for each in caplog.records if "the training ended" in each.getMessage()]
+        return message
 
     assert end(1, KeyboardInterrupt) == (
         "offload: the training ended after step 1 by Ctrl-C, before a checkpoint was saved, so nothing is kept: "
@@ -556,8 +556,8 @@ def test_evaluations_are_in_the_log_and_count_for_no_step(tmp_path: Path) -> Non
     log = read_log(path)
     assert [step["eval_loss"] for step in log.steps if "eval_loss" in step] == logged and len(logged) == 3
     assert [step["step"] for step in log.steps if "eval_loss" in step] == [2, 4, 6]
-    found = figures(log)
-    assert found["eval_loss"]["last"] == logged[-1] and found["torn_lines"] == found["repeated_steps"] == 0
+    report = figures(log)
+    assert report["eval_loss"]["last"] == logged[-1] and report["torn_lines"] == report["repeated_steps"] == 0
     assert log.about["model"] == "GPT2LMHeadModel" and log.about["parameters"] == sum(
         p.numel() for p in mine.model.parameters()
     )
@@ -589,10 +589,10 @@ def train(folder: Path, until: int = 0, resume: bool = False, **changed: Any) ->
 
 @pytest.mark.numeric
 def test_two_ranks_give_what_one_gives(two: RankPool, tmp_path: Path) -> None:
-    one = train(tmp_path / "one", save_strategy="no", num_train_epochs=1)
-    mine, other = two.run(functools.partial(train, num_train_epochs=1), tmp_path / "two")
-    assert_close(mine, one, reordered=True)
-    assert_same(mine._replace(logs=[]), other._replace(logs=[]))
+    single = train(tmp_path / "one", save_strategy="no", num_train_epochs=1)
+    mine, rank1 = two.run(functools.partial(train, num_train_epochs=1), tmp_path / "two")
+    assert_close(mine, single, reordered=True)
+    assert_same(mine._replace(logs=[]), rank1._replace(logs=[]))
     saved = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "two" / "out" / "checkpoint-3").state_dict()
     assert_same_tensors(saved, mine.weights)
 
@@ -609,8 +609,8 @@ def draw_on_one_rank(folder: Path) -> list[float]:
 
 @pytest.mark.slow
 def test_ranks_take_one_order_where_the_model_of_one_alone_draws_random_numbers(two: RankPool, tmp_path: Path) -> None:
-    one, other = two.run(draw_on_one_rank, tmp_path)
-    assert len(one) == 4 and one == other
+    rank0, rank1 = two.run(draw_on_one_rank, tmp_path)
+    assert len(rank0) == 4 and rank0 == rank1
 
 
 def accelerated(folder: Path) -> list[float]:
@@ -637,7 +637,7 @@ def accelerated(folder: Path) -> list[float]:
 @pytest.mark.slow
 @pytest.mark.numeric
 def test_accelerate_on_two_ranks(two: RankPool, tmp_path: Path) -> None:
-    one = accelerated(tmp_path / "one")
-    mine, other = two.run(accelerated, tmp_path / "two")
-    assert mine == other
-    rounding_bounds.same_losses(mine, one, models.SHALLOW)
+    single = accelerated(tmp_path / "one")
+    mine, rank1 = two.run(accelerated, tmp_path / "two")
+    assert mine == rank1
+    rounding_bounds.same_losses(mine, single, models.SHALLOW)

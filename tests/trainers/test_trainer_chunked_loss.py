@@ -170,9 +170,9 @@ def test_an_evaluation_computes_logits_only_for_who_receives_them(calls: list[to
     """Its loss is as ever. Metrics and predictions receive the logits, also in the middle of a training."""
     shapes: list[tuple[int, ...]] = []
 
-    def metrics(found: Any) -> dict[str, float]:
-        shapes.append(found.predictions.shape)
-        return {"mean": float(found.predictions.mean())}
+    def metrics(prediction: Any) -> dict[str, float]:
+        shapes.append(prediction.predictions.shape)
+        return {"mean": float(prediction.predictions.mean())}
 
     losses = []
     # Five steps of a training, and three batches of an evaluation that computes no logits.

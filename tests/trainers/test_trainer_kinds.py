@@ -135,7 +135,7 @@ def test_predict_with_generate(tmp_path: Path) -> None:
             ),
             train_dataset=Pairs(FEW),
             eval_dataset=Pairs(5),
-            compute_metrics=lambda it: {"mean": float(it.predictions.mean())},
+            compute_metrics=lambda prediction: {"mean": float(prediction.predictions.mean())},
             **more,
         )
 
@@ -300,12 +300,12 @@ def test_a_checkpoint_has_the_files_of_the_stock_trainer(model: Any, tmp_path: P
         with torch.no_grad():
             expected = mine.model.eval()(input_ids=ids).logits
     checkpoint = Path("out", "checkpoint-2")
-    one, same, other = (
+    adapter, gathered, stock_adapter = (
         load_file(tmp_path / folder / "adapter_model.safetensors")
         for folder in (Path("mine") / checkpoint, "gathered", Path("stock") / checkpoint)
     )
-    assert_same_tensors(one, same)
-    shapes = [{name: (value.shape, value.dtype) for name, value in each.items()} for each in (one, other)]
+    assert_same_tensors(adapter, gathered)
+    shapes = [{name: (value.shape, value.dtype) for name, value in each.items()} for each in (adapter, stock_adapter)]
     assert shapes[0] == shapes[1]
     loaded = peft.PeftModel.from_pretrained(seeded(models.llama), tmp_path / "mine" / checkpoint).eval()
     with torch.no_grad():

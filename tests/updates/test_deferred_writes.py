@@ -198,8 +198,8 @@ def test_memory_that_another_engine_takes_is_written_first(tmp_path: Path, monke
     engine = start(JOB, ("cpu", "nvme"), tmp_path, durability=EVERY, host_memory=budget)
     for step in range(4):
         train_step(engine, JOB, step)
-    other = start(JOB, ("nvme", "nvme"), tmp_path, run="other", host_memory=budget)
+    other_engine = start(JOB, ("nvme", "nvme"), tmp_path, run="other", host_memory=budget)
     assert engine.host_memory < budget, "the other engine has taken the states' memory"
-    train_step(other, JOB, 0)
-    other.destroy(remove=True)
+    train_step(other_engine, JOB, 0)
+    other_engine.destroy(remove=True)
     assert_same_tensors(finish(engine), usual.weights)

@@ -407,15 +407,15 @@ def commits_of_a_rank(folder: Path) -> list[int]:
 
 
 def test_the_first_rank_decides_for_all(ranks: RankPool, tmp_path: Path) -> None:
-    one, other = ranks.run(commits_of_a_rank, tmp_path)
-    assert one == other and len(set(one)) > 3
+    rank0, rank1 = ranks.run(commits_of_a_rank, tmp_path)
+    assert rank0 == rank1 and len(set(rank0)) > 3
 
 
 # -- bytes by mode -------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
-    ("placement", "room", "options", "each"),
+    ("placement", "room", "options", "numel"),
     [
         (("nvme", "nvme"), False, {"durability": "step"}, 12),
         (("nvme", "nvme"), False, {"durability": {"every": 3}}, 12),
@@ -442,7 +442,7 @@ def test_the_bytes_a_parameter_and_step_of_each_mode(
     placement: tuple[str, str],
     room: bool,
     options: dict[str, Any],
-    each: int,
+    numel: int,
     clock: Clock,
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
@@ -464,7 +464,7 @@ def test_the_bytes_a_parameter_and_step_of_each_mode(
         clock.now += DAY / 3
         train_step(engine, JOB, step)
     engine.synchronize()
-    assert counted[0] == 6 * each * STATES / 12
+    assert counted[0] == 6 * numel * STATES / 12
     engine.destroy(remove=True)
 
 
@@ -527,21 +527,21 @@ def plan(*arguments: str) -> dict[str, Any]:
 
 def test_a_plan_says_how_often_a_run_commits() -> None:
     given = ("--ram", "32GB", "--drive-budget", "1TB/day")
-    found = plan(*given, "--json")
-    seconds, budget = found["step"]["seconds"], found["drive_budget"]
+    report = plan(*given, "--json")
+    seconds, budget = report["step"]["seconds"], report["drive_budget"]
     # 12 bytes of each parameter, by hand: 1 TB a day is 11.57 MB a second.
     assert budget["each_step_bytes"] == 0 and budget["at_commit_bytes"] == pytest.approx(12 * 350e6, rel=0.02)
     assert budget["commit_every"] == pytest.approx(budget["at_commit_bytes"] / (1e12 / DAY) / seconds, rel=0.02)
-    assert found["step"]["written_bytes"] == pytest.approx(seconds * 1e12 / DAY, rel=0.05)
+    assert report["step"]["written_bytes"] == pytest.approx(seconds * 1e12 / DAY, rel=0.05)
     text = plan(*given)["text"]
     assert " budget 1TB/day kept: " in text and f"a commit of 4.2 GB every {budget['commit_every']:,} steps" in text
     assert "weights on RAM, states on RAM" in text
 
 
 def test_a_plan_says_when_a_budget_ends() -> None:
-    found = plan("--ram", "32GB", "--drive-budget", "1TB/day", "--durability", "step", "--json")
-    a_second = found["drive_budget"]["bytes_per_second"] + found["drive_budget"]["excess_bytes_per_second"]
-    assert a_second == pytest.approx(found["step"]["written_bytes"] / found["step"]["seconds"], rel=0.02)
+    report = plan("--ram", "32GB", "--drive-budget", "1TB/day", "--durability", "step", "--json")
+    a_second = report["drive_budget"]["bytes_per_second"] + report["drive_budget"]["excess_bytes_per_second"]
+    assert a_second == pytest.approx(report["step"]["written_bytes"] / report["step"]["seconds"], rel=0.02)
     text = plan("--ram", "32GB", "--drive-budget", "1TB/day", "--durability", "step")["text"]
     assert f"1TB/day cannot be kept: {format_decimal(DAY * a_second)[:4]}" in text and "are spent after" in text
 
@@ -553,7 +553,7 @@ def test_a_plan_refuses_a_budget_that_is_none() -> None:
 
 def test_a_plan_with_a_large_budget_commits_each_step() -> None:
     given = ("--ram", "32GB", "--drive-budget", "900TB/h")
-    found = plan(*given, "--json")
-    assert found["drive_budget"]["commit_every"] == 1 and found["drive_budget"]["excess_bytes_per_second"] == 0
-    assert found["step"]["written_bytes"] == pytest.approx(12 * 350e6, rel=0.02)
+    report = plan(*given, "--json")
+    assert report["drive_budget"]["commit_every"] == 1 and report["drive_budget"]["excess_bytes_per_second"] == 0
+    assert report["step"]["written_bytes"] == pytest.approx(12 * 350e6, rel=0.02)
     assert "a day to a drive; each step is committed" in plan(*given)["text"]

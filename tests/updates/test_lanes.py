@@ -126,8 +126,8 @@ def test_states_in_memory_are_updated_while_others_are_read(
     queue = HoldingQueue("read")
     testing.replace(monkeypatch, "io.queue", lambda *_, **__: queue)
     engine = mixed(job, tmp_path)
-    found = lanes(engine)
-    assert found == [Lane.MEMORY] * 3 + [Lane.STREAMED] * 3
+    used = lanes(engine)
+    assert used == [Lane.MEMORY] * 3 + [Lane.STREAMED] * 3
     in_memory = sum(len(part) for part in testing.inspect(engine).trainable[:3])
     losses = [float(job.loss(engine, 0, 0).detach())]
     engine.backward(job.loss(engine, 0, 0))
@@ -265,9 +265,9 @@ def test_each_update_that_held_or_did_not_is_counted(tmp_path: Path, speculate: 
         early_step(engine, job, step)
     made = counts(engine)
     engine.destroy()
-    found = read_log(log)
-    seen = [(values.get("early_updates"), values.get("early_updates_dropped")) for values in found.steps]
-    shown = page(found, figures(found), None)
+    records = read_log(log)
+    seen = [(values.get("early_updates"), values.get("early_updates_dropped")) for values in records.steps]
+    shown = page(records, figures(records), None)
     if not speculate:
         assert seen == [(None, None)] * job.steps and "under the backward" not in shown
         return

@@ -61,11 +61,11 @@ def run(job: Job, folder: Path) -> tuple[Result, dict[str, torch.Tensor]]:
     """Trains, saves, loads, and reads the optimizer's states."""
     engine = start(job, DISK, folder / "swap")
     try:
-        found = trained(engine, job)
+        result = trained(engine, job)
         engine.save_checkpoint(folder / "saved")
         engine.load_checkpoint(folder / "saved")
         states = engine.optimizer.state_dict()["state"]
-        return found, {f"{number}.{name}": value for number, own in states.items() for name, value in own.items()}
+        return result, {f"{number}.{name}": value for number, own in states.items() for name, value in own.items()}
     finally:
         engine.destroy(remove=True)
 
@@ -87,12 +87,14 @@ def test_a_training_has_the_same_bits(optimizer: str, dtype: str, tmp_path: Path
     assert states and {each.dtype for each in states.values()} == {torch.float32}
     for name, (default, device) in DEFAULTS.items():
         with defaults(default, device):
-            found, others = run(job, tmp_path / name)
-        assert_same(found, expected, name)
-        assert states.keys() == others.keys()
+            result, states_of_another = run(job, tmp_path / name)
+        assert_same(result, expected, name)
+        assert states.keys() == states_of_another.keys()
         for key, value in states.items():
             # torch's own code counts in the default dtype of the process.
-            assert torch.equal(value, others[key]) and (value.dtype == others[key].dtype or default.itemsize == 8)
+            assert torch.equal(value, states_of_another[key]) and (
+                value.dtype == states_of_another[key].dtype or default.itemsize == 8
+            )
 
 
 @pytest.mark.sample(1)
@@ -112,13 +114,13 @@ def test_the_loss_in_chunks_has_the_same_bits(dtype: torch.dtype, items: Any) ->
     draw = torch.Generator().manual_seed(0)
     hidden, weight = (torch.randn(count, 16, generator=draw).to(dtype) for count in (9, 24))
     labels = torch.randint(0, 24, (9,), generator=draw)
-    found = []
+    results = []
     for default in (torch.float32, torch.bfloat16, torch.float64):
         mine = [each.clone().requires_grad_() for each in (hidden, weight)]
         with defaults(default, "cpu"):
             value = causal_lm(*mine, labels, num_items_in_batch=items, label_smoothing=0.1, z_loss=1e-3, chunk_tokens=4)
             value.backward()
         assert value.dtype is torch.float32
-        found.append([value.detach(), *(each.grad for each in mine)])
-    for others in found[1:]:
-        assert all(map(torch.equal, found[0], others))
+        results.append([value.detach(), *(each.grad for each in mine)])
+    for gradients in results[1:]:
+        assert all(map(torch.equal, results[0], gradients))

@@ -198,9 +198,9 @@ def test_a_read_of_moments_waits_for_the_second_pass(tmp_path: Path, monkeypatch
     def moments(engine: offload.Engine) -> list[torch.Tensor]:
         train_step(engine, JOB, 0)
         JOB.loss(engine, 1, 0)  # a forward takes the weights
-        found = [offload.safe_get_full_optimizer_state(p, "exp_avg_sq") for p in engine.module.parameters()]
+        moments_read = [offload.safe_get_full_optimizer_state(p, "exp_avg_sq") for p in engine.module.parameters()]
         engine.destroy(remove=True)
-        return [each for each in found if each is not None]
+        return [each for each in moments_read if each is not None]
 
     expected = moments(start(JOB, ("none", "none"), tmp_path / "alone"))
     held = Kernels(monkeypatch)
@@ -223,9 +223,9 @@ def test_gradients_of_earlier_micro_batches_wait_on_the_device(tmp_path: Path, m
         engine.step()
         engine.backward(job.loss(engine, 1, 1))
         engine.step()
-        found = {name: value.clone() for name, value in engine.module.state_dict().items()}
+        values = {name: value.clone() for name, value in engine.module.state_dict().items()}
         engine.destroy(remove=True)
-        return found
+        return values
 
     expected = weights(start(job, ("none", "none"), tmp_path / "alone"), lambda: None)
     held = Kernels(monkeypatch)
@@ -240,8 +240,8 @@ def test_gradients_of_earlier_micro_batches_wait_on_the_device(tmp_path: Path, m
         return go.is_set() or (writes is not Writes.MOMENTS and behind(writes))
 
     held.may_run = may_run
-    found = weights(engine, end)
-    assert all(torch.equal(found[name], value) for name, value in expected.items())
+    waiting = weights(engine, end)
+    assert all(torch.equal(waiting[name], value) for name, value in expected.items())
 
 
 def test_updates_under_the_backward_begin_beside_pending_moments(
@@ -293,11 +293,11 @@ def test_updates_under_the_backward_begin_beside_pending_moments(
         engine.step()
         losses.append(float(loss.detach()))
         norms.append(engine.get_global_grad_norm())
-    found = counts(engine)
+    hits = counts(engine)
     assert_same(alone, Result(losses, norms, weights_of(engine)), "beside moments, and after them")
     engine.destroy(remove=True)
     assert beside > 0 and held.late == 0, "an early update begins while moments are pending"
-    assert found.hits > 0 and not found.misses
+    assert hits.hits > 0 and not hits.misses
 
 
 def test_an_error_in_a_second_pass_ends_the_engine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -301,16 +301,16 @@ def test_weights_states_and_evaluation_are_the_old_ones_until_the_step(tmp_path:
     looks: list[dict[str, torch.Tensor]] = []
 
     def between(engine: Any, step: int) -> None:
-        found = weights_of(engine)
+        weights = weights_of(engine)
         engine.eval()
         with torch.no_grad():
-            found["loss"] = JOB.loss(engine, step, 3)
+            weights["loss"] = JOB.loss(engine, step, 3)
         engine.train()
         parameter = dict(engine.module.named_parameters())["transformer.h.1.mlp.c_fc.weight"]
         for state in ("exp_avg", "exp_avg_sq"):
-            found[state] = offload.safe_get_full_optimizer_state(parameter, state)
-        found["gradient"] = offload.safe_get_full_grad(parameter)
-        looks.append(found)
+            weights[state] = offload.safe_get_full_optimizer_state(parameter, state)
+        weights["gradient"] = offload.safe_get_full_grad(parameter)
+        looks.append(weights)
 
     seen = in_both_ways(JOB, tmp_path, between)
     half = len(looks) // 2
@@ -327,14 +327,14 @@ def test_a_checkpoint_between_backward_and_step_holds_the_old_states(tmp_path: P
 
     seen = in_both_ways(JOB, tmp_path, between)
     assert seen[2][0] == 0 and seen[2][1] > 0
-    found = []
+    results = []
     for folder in sorted((tmp_path / "saved").iterdir()):
         engine = start(JOB, MEMORY, tmp_path / "loaded")
         engine.load_checkpoint(str(folder), tag="2")
-        found.append((train_step(engine, JOB, 2), weights_of(engine)))
+        results.append((train_step(engine, JOB, 2), weights_of(engine)))
         engine.destroy(remove=True)
-    assert found[0][0] == found[1][0]
-    assert_same_tensors(found[0][1], found[1][1])
+    assert results[0][0] == results[1][0]
+    assert_same_tensors(results[0][1], results[1][1])
 
 
 def test_an_edit_between_backward_and_step_is_not_lost(tmp_path: Path) -> None:
@@ -501,9 +501,9 @@ class Stack(nn.Module):
         self.layers = nn.ModuleList([nn.Linear(64, 64 * first), *(nn.Linear(64, 64) for _ in range(8))])
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        first, *others = self.layers
+        first, *rest = self.layers
         x = first(x).unflatten(-1, (64, -1)).mean(-1)
-        for layer in others:
+        for layer in rest:
             x = x + layer(x).relu()
         return x
 
@@ -575,10 +575,10 @@ def resumed(job: Job, folder: Path, every: int = 1) -> Result:
     engine = start(job, KILLED_DISK, folder, resume="must", speculate=True, durability={"every": every})
     at = engine.global_steps
     assert at == KILLED // every * every
-    found = json.loads((folder / "losses.json").read_text())[:at]
+    losses = json.loads((folder / "losses.json").read_text())[:at]
     for step in range(at, job.steps):
-        found.append((train_step(engine, job, step), engine.get_global_grad_norm()))
-    result = Result([loss for loss, _ in found], [norm for _, norm in found], weights_of(engine))
+        losses.append((train_step(engine, job, step), engine.get_global_grad_norm()))
+    result = Result([loss for loss, _ in losses], [norm for _, norm in losses], weights_of(engine))
     engine.destroy(remove=True)
     return result
 

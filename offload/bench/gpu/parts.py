@@ -397,15 +397,15 @@ def _train(job: str, placement: str, work: Work, steps: int) -> _Result:
     return _Result(losses, norms, weights)
 
 
-def _differences(expected: _Result, got: _Result) -> list[str]:
+def _differences(expected: _Result, actual: _Result) -> list[str]:
     """Returns the first difference of each kind in words; an empty list if all bits are equal."""
     words = []
-    for what, wanted, have in (("loss", expected.losses, got.losses), ("norm", expected.norms, got.norms)):
+    for what, wanted, have in (("loss", expected.losses, actual.losses), ("norm", expected.norms, actual.norms)):
         for index, (a, b) in enumerate(zip(wanted, have, strict=True), 1):
             if a != b:
                 words.append(f"{what} {index} is {b}, not {a}")
                 break
-    names = [name for name, value in expected.weights.items() if not _same_bits(value, got.weights[name])]
+    names = [name for name, value in expected.weights.items() if not _same_bits(value, actual.weights[name])]
     if names:
         words.append(f"{len(names)} of {len(expected.weights)} tensors of the state dict, the first is {names[0]}")
     return words

@@ -428,20 +428,22 @@ def fit(work: Work, room: Room) -> Fitted:
         model: Any = work.build()
     whole = int(model.config.num_hidden_layers)
     least, most = 0, whole
-    found: Memory | None = None
+    fitting: Memory | None = None
     while least < most:  # a bisection for the most layers that fit
         middle = (least + most + 1) // 2
         memory = _settled(work._replace(layers=middle), room)
         if memory is None:
             most = middle - 1
         else:
-            least, found = middle, memory
+            least, fitting = middle, memory
     has = f"of RAM {format_size(room.host)} and of disk {format_size(room.disk or 0)} are free"
-    if found is None:
+    if fitting is None:
         return Fitted(0, {}, f"not one layer of {work.model} fits: {has}")
-    takes = f"take {format_size(found.host)} of RAM and {format_size(found.stored + found.spilled)} of disk; {has}"
+    takes = (
+        f"take {format_size(fitting.host)} of RAM and {format_size(fitting.stored + fitting.spilled)} of disk; {has}"
+    )
     what = "all" if least == whole else f"{least} of"
-    zero = found.config.zero_optimization
+    zero = fitting.config.zero_optimization
     content = _config_of(work, (zero.offload_param.device, zero.offload_optimizer.device), room)
     content["offload"]["device"] = work.device.type
     return Fitted(least, content, f"{what} {whole} layers of {work.model} {takes}")

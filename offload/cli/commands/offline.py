@@ -122,14 +122,14 @@ def score(typed: ScoreOptions, json_output: Json = False) -> None:
             rows = {"rows": typed.micro_batch_size, "batch": typed.batch_size, "seq_len": typed.seq_len}
             with _opened(typed, scores=True, **rows) as model:
                 measured, total = _Measured(model), Total()
-                found = scores(
+                record_scores = scores(
                     model,
                     read_records(files),
                     seq_len=model.longest,
                     batch_size=model.batch,
                     micro_batch_size=model.rows,
                 )
-                for record in found:
+                for record in record_scores:
                     total.add(record)
                     write(record.line())
                 facts = measured.report(

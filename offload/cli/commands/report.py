@@ -63,30 +63,30 @@ def report(
         steps = read_log(log)
         window = None if trace is None else read_window(trace)
         of_parts = None if prices is None else read_prices(prices)
-        found = figures(steps, None if plan is None else read_plan(plan), window, of_parts)
+        facts = figures(steps, None if plan is None else read_plan(plan), window, of_parts)
     if writes_page:
         with errors(FAILED), signals():
             try:
                 # Atomically: after an error the file that the page would replace is unchanged.
-                atomic_write(target, page(steps, found, window), durable=False)
+                atomic_write(target, page(steps, facts, window), durable=False)
             except OSError as error:
                 message = f"cannot write the page {target}: {error.strerror}; give another place with --output"
                 raise OSError(message) from error
     if json_output:
-        print(json.dumps(found, allow_nan=False))
+        print(json.dumps(facts, allow_nan=False))
     else:
-        print(f"{target}: {count_of(found['steps'], 'step')}, {found['first_step']:,} to {found['last_step']:,}")
-        by = verdict(found)
+        print(f"{target}: {count_of(facts['steps'], 'step')}, {facts['first_step']:,} to {facts['last_step']:,}")
+        by = verdict(facts)
         if by.bound_by:
             print(f"bound by {by.bound_by}, {by.more}")
             print(f"change first: {by.first_change}")
         else:
             print(by.advice)
-        rates = [found["predicted_rates"]] if found["predicted_rates"] else []
-        for line in (*rates, *budget_words(found), *dollars_of(found)):
+        rates = [facts["predicted_rates"]] if facts["predicted_rates"] else []
+        for line in (*rates, *budget_words(facts), *dollars_of(facts)):
             print(line)
-        if found["links"]:
-            print("busy: " + ", ".join(f"{LINKS[link]} {share:.0%}" for link, share in found["links"].items()))
+        if facts["links"]:
+            print("busy: " + ", ".join(f"{LINKS[link]} {share:.0%}" for link, share in facts["links"].items()))
 
 
 def _is_foreign(target: Path, named: bool) -> bool:

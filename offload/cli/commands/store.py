@@ -44,14 +44,14 @@ def inspect(
     from offload.runs.inspection import inspect as look
 
     with errors(BAD_INPUT):
-        found = look(path)
+        content = look(path)
     if json_output:
-        print(json.dumps(found))
+        print(json.dumps(content))
         return
     from offload.cli.commands.inspect_tables import tables
 
     console = make_console(highlight=False, soft_wrap=True)
-    for table in tables(found):
+    for table in tables(content):
         console.print(table)
 
 
@@ -141,9 +141,9 @@ def import_(
     with errors(FAILED), signals():
         _check_folder(path)
         check_output(out)
-        found = open_foreign(path, tag)
-        with IoQueue() as queue, _bar(console, nbytes_of(found)) as progress:
-            done = import_checkpoint(found, out, queue, progress)
+        checkpoint = open_foreign(path, tag)
+        with IoQueue() as queue, _bar(console, nbytes_of(checkpoint)) as progress:
+            done = import_checkpoint(checkpoint, out, queue, progress)
     words = f"step {done.step}: {count_of(done.parameters, 'parameter')}, {format_size(done.nbytes)}, in {done.path}"
     _tell(json_output, done._asdict(), words, done.notices)
 
@@ -414,7 +414,7 @@ def replay(
         if certificate is not None and (certificate.exists() or not certificate.absolute().parent.is_dir()):
             raise UsageError(f"--certificate {certificate} must be a new file in a folder that exists")
         with IoQueue() as queue:
-            found = compute(
+            proof = compute(
                 path,
                 wanted,
                 queue,
@@ -423,13 +423,13 @@ def replay(
                 say=lambda line: echo(line, err=True),
             )
         if certificate is not None:
-            atomic_write(certificate, json.dumps(found, indent=2) + "\n")
+            atomic_write(certificate, json.dumps(proof, indent=2) + "\n")
     if json_output:
-        print(json.dumps(found))
+        print(json.dumps(proof))
     else:
-        for line in lines_of(found):
+        for line in lines_of(proof):
             echo(line)
-    if not found["equal"]:
+    if not proof["equal"]:
         raise typer.Exit(FAILED)
 
 

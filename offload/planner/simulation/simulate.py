@@ -328,12 +328,12 @@ class _Loop:
 def _completed(uses: Sequence[Use]) -> dict[int, tuple[int, ...]]:
     """Returns the units whose gradients are complete after each use, by the use's position."""
     named = {unit for use in uses for unit in use.completes}
-    found = {position: use.completes for position, use in enumerate(uses) if use.completes}
+    completed = {position: use.completes for position, use in enumerate(uses) if use.completes}
     last_use = {use.unit: position for position, use in enumerate(uses)}
     for unit, position in last_use.items():
         if unit not in named:
-            found[position] = (*found.get(position, ()), unit)
-    return found
+            completed[position] = (*completed.get(position, ()), unit)
+    return completed
 
 
 # -- inputs of blocks ----------------------------------------------------------------------------------

@@ -279,9 +279,9 @@ class ModelFiles:
             # Not their names: a folder may move, and a link of a hub's cache may be copied as a file.
             if now_there is None or before is None or now_there["nbytes"] != before["nbytes"]:
                 was = "no file" if before is None else f"{before['path']} of {before['nbytes']} bytes"
-                found = "no such file" if now_there is None else f"{now_there['path']} of {now_there['nbytes']} bytes"
+                file = "no such file" if now_there is None else f"{now_there['path']} of {now_there['nbytes']} bytes"
                 raise StoreError(
-                    f"the run in {folder} reads frozen weights from {was}, and the model is read from {found}: {CURE}, "
+                    f"the run in {folder} reads frozen weights from {was}, and the model is read from {file}: {CURE}, "
                     "or choose another run name"
                 )
         for now_there, before in zip(here["files"], recorded.get("files", ()), strict=True):

@@ -81,9 +81,9 @@ def accelerated(resume: bool = False) -> list[float]:
 
 
 (FOLDER / "drive").mkdir(exist_ok=True)
-wanted, found = plain(), accelerated()
+wanted, actual = plain(), accelerated()
 # Each step adds the roundings of its sums, and the square of the loss doubles what they come to.
 error = 2 * len(wanted) * rounding_bounds.sum_error(rounding_bounds.roundings(made()[0]))
-rounding_bounds.same_numbers(found, wanted, error)
+rounding_bounds.same_numbers(actual, wanted, error)
 resumed = accelerated(resume=True)
-assert resumed == found[len(found) // 2 :], (resumed, found)
+assert resumed == actual[len(actual) // 2 :], (resumed, actual)

@@ -46,8 +46,8 @@ def blocks(tokenizer: Any, data: DataArguments) -> list[dict[str, torch.Tensor]]
 
 def accuracy(predictions: Any) -> dict[str, float]:
     """Returns the share of the tokens that were predicted; the sample's first token has no prediction."""
-    found, wanted = predictions.predictions[:, :-1], predictions.label_ids[:, 1:]
-    return {"accuracy": float((found == wanted).mean())}
+    choices, wanted = predictions.predictions[:, :-1], predictions.label_ids[:, 1:]
+    return {"accuracy": float((choices == wanted).mean())}
 
 
 def main() -> None:

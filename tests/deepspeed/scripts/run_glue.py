@@ -46,8 +46,8 @@ def samples(name: str, tokenizer: Any, data: DataArguments) -> list[dict[str, An
 
 
 def metrics_of(predictions: transformers.EvalPrediction) -> dict[str, float]:
-    found = predictions.predictions[0] if isinstance(predictions.predictions, tuple) else predictions.predictions
-    return {"accuracy": float((np.argmax(found, axis=1) == predictions.label_ids).mean())}
+    logits = predictions.predictions[0] if isinstance(predictions.predictions, tuple) else predictions.predictions
+    return {"accuracy": float((np.argmax(logits, axis=1) == predictions.label_ids).mean())}
 
 
 def main() -> None:
@@ -94,9 +94,11 @@ def main() -> None:
         trainer.log_metrics("eval", metrics)
         trainer.save_metrics("eval", metrics)
     if training_args.do_predict:
-        found = trainer.predict([{key: row[key] for key in row if key != "label"} for row in valid]).predictions
+        logits = trainer.predict([{key: row[key] for key in row if key != "label"} for row in valid]).predictions
         if trainer.is_world_process_zero():
-            Path(training_args.output_dir, "predictions.json").write_text(json.dumps(np.argmax(found, axis=1).tolist()))
+            Path(training_args.output_dir, "predictions.json").write_text(
+                json.dumps(np.argmax(logits, axis=1).tolist())
+            )
     if trainer.is_world_process_zero():
         print(json.dumps(trainer.state.log_history))
 

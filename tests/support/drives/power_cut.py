@@ -67,14 +67,14 @@ class _File:
     def image(self, cut: Cut) -> bytes:
         if not self.sectors and not self.lengths:
             return self.durable
-        which = cut([at for at, _ in self.lengths])
-        nbytes = len(self.durable) if which is None else self.lengths[which][1]
-        found = bytearray(self.durable[:nbytes].ljust(nbytes, b"\0"))
+        version = cut([at for at, _ in self.lengths])
+        nbytes = len(self.durable) if version is None else self.lengths[version][1]
+        content = bytearray(self.durable[:nbytes].ljust(nbytes, b"\0"))
         for sector, versions in self.sectors.items():
-            which = cut([at for at, _ in versions])
-            if which is not None:
-                found[sector * SECTOR : (sector + 1) * SECTOR] = versions[which][1]
-        return bytes(found[:nbytes])
+            version = cut([at for at, _ in versions])
+            if version is not None:
+                content[sector * SECTOR : (sector + 1) * SECTOR] = versions[version][1]
+        return bytes(content[:nbytes])
 
 
 class _Folder:
@@ -140,22 +140,22 @@ class Disk:
 
     def image(self, cut: Cut) -> dict[str, bytes | None]:
         """Returns one image that a power cut at this moment may leave."""
-        found: dict[str, bytes | None] = {}
-        self._collect("", self._folder(0), cut, found)
-        return found
+        files: dict[str, bytes | None] = {}
+        self._collect("", self._folder(0), cut, files)
+        return files
 
     def live(self) -> dict[str, bytes | None]:
         """Returns the image while the power is on."""
         return self.image(everything)
 
-    def _collect(self, path: str, folder: _Folder, cut: Cut, found: dict[str, bytes | None]) -> None:
+    def _collect(self, path: str, folder: _Folder, cut: Cut, files: dict[str, bytes | None]) -> None:
         for name, number in folder.image(cut).items():
             node = self.nodes[number]
             if isinstance(node, _Folder):
-                found[path + name] = None
-                self._collect(f"{path}{name}/", node, cut, found)
+                files[path + name] = None
+                self._collect(f"{path}{name}/", node, cut, files)
             else:
-                found[path + name] = node.image(cut)
+                files[path + name] = node.image(cut)
 
     def _folder(self, number: int) -> _Folder:
         node = self.nodes[number]

@@ -51,8 +51,8 @@ class Rot:
                 self.struck = f"{self._kind} in a {operation} of {len(buffer)} bytes of {pieces[0].owner.path}"
                 self._waits = False
         if operation == "write":
-            for each in pieces if self._kind == "stale" and not self.struck else ():
-                self._before[_inode(each), each.offset] = os.pread(each.buffered, each.nbytes, each.offset)
+            for piece in pieces if self._kind == "stale" and not self.struck else ():
+                self._before[_inode(piece), piece.offset] = os.pread(piece.buffered, piece.nbytes, piece.offset)
             if strikes and self._kind == "lost":
                 file, offset = DirectFile(self._folder / "lost", create=True), offset % PAGE
             elif strikes and self._kind == "misdirected":
@@ -62,9 +62,9 @@ class Rot:
             elif self.struck:
                 self._overwrite([_bytes_of(each) for each in pieces])
         elif strikes and self._kind == "stale":
-            for each in pieces:
-                if (old := self._before.get((_inode(each), each.offset))) is not None:
-                    os.pwrite(each.buffered, old[: each.nbytes], each.offset)
+            for piece in pieces:
+                if (old := self._before.get((_inode(piece), piece.offset))) is not None:
+                    os.pwrite(piece.buffered, old[: piece.nbytes], piece.offset)
         if operation == "read" and self.struck:
             self.was_read |= strikes or any(
                 _overlap(_bytes_of(each), wrong) for each in pieces for wrong in self._wrong
@@ -124,8 +124,8 @@ def _bytes_of(piece: FilePiece) -> tuple[int, int, int]:
     return _inode(piece), piece.offset, piece.offset + piece.nbytes
 
 
-def _overlap(one: tuple[int, int, int], other: tuple[int, int, int]) -> bool:
-    return one[0] == other[0] and one[1] < other[2] and other[1] < one[2]
+def _overlap(left: tuple[int, int, int], right: tuple[int, int, int]) -> bool:
+    return left[0] == right[0] and left[1] < right[2] and right[1] < left[2]
 
 
 class RottingQueue(LateQueue):

@@ -78,9 +78,9 @@ class Recorder:
         """Records `path` and the folders above it that may be new."""
         parts = path.split("/")
         for count in range(1, len(parts) + 1):
-            each = "/".join(parts[:count])
-            if each not in self._numbers and (self._root / each).is_dir():
-                self._make(each, True)
+            folder = "/".join(parts[:count])
+            if folder not in self._numbers and (self._root / folder).is_dir():
+                self._make(folder, True)
 
     def _gone(self, path: str) -> None:
         if path in self._numbers and not os.path.lexists(self._root / path):
@@ -159,8 +159,8 @@ class Recorder:
             real(old, new, src_dir_fd=src_dir_fd, dst_dir_fd=dst_dir_fd)
             before, after = self._path(_whole(old, src_dir_fd)), self._path(_whole(new, dst_dir_fd))
             if before is not None and after is not None:
-                (folder, _, source), (other, _, target) = before.rpartition("/"), after.rpartition("/")
-                assert folder == other, "a rename from one folder to another is not modelled"
+                (folder, _, source), (target_folder, _, target) = before.rpartition("/"), after.rpartition("/")
+                assert folder == target_folder, "a rename from one folder to another is not modelled"
                 number = self._numbers[after] = self._numbers.pop(before)
                 self._paths[number] = after
                 self.add("rename", self._numbers[folder], source, target, number)
@@ -202,8 +202,8 @@ def _remove_tree(path: Path, ignore_errors: bool = False) -> None:
     if not path.is_dir():
         assert ignore_errors
         return
-    for each in path.iterdir():
-        _remove_tree(each) if each.is_dir() else each.unlink()
+    for child in path.iterdir():
+        _remove_tree(child) if child.is_dir() else child.unlink()
     path.rmdir()
 
 

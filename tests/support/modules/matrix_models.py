@@ -48,16 +48,16 @@ def words_loss(model: Any, step: int, micro: int) -> torch.Tensor:
 class _Plain:
     """Two optimizers in turn: one of matrices, and AdamW for all else."""
 
-    def __init__(self, matrices: torch.optim.Optimizer, others: torch.optim.Optimizer) -> None:
-        self._optimizers = (matrices, others)
+    def __init__(self, matrices: torch.optim.Optimizer, rest: torch.optim.Optimizer) -> None:
+        self._optimizers = (matrices, rest)
 
     def step(self) -> None:
-        for each in self._optimizers:
-            each.step()
+        for optimizer in self._optimizers:
+            optimizer.step()
 
     def zero_grad(self) -> None:
-        for each in self._optimizers:
-            each.zero_grad()
+        for optimizer in self._optimizers:
+            optimizer.zero_grad()
 
 
 class SinkGD(torch.optim.Optimizer):
@@ -86,10 +86,10 @@ def _divided(params: Sequence[torch.Tensor]) -> tuple[list[torch.Tensor], list[t
     return matrices, [p for p in params if not any(p is matrix for matrix in matrices)]
 
 
-def plain_muon(params: Sequence[torch.Tensor], lr: float, weight_decay: float, **others: Any) -> _Plain:
+def plain_muon(params: Sequence[torch.Tensor], lr: float, weight_decay: float, **options: Any) -> _Plain:
     """Returns torch's Muon for the matrices, and AdamW for all else."""
-    rates = {"muon_lr": lr, "adam_lr": lr, **others}
-    mine = {key: value for key, value in others.items() if not key.endswith("_lr")}
+    rates = {"muon_lr": lr, "adam_lr": lr, **options}
+    mine = {key: value for key, value in options.items() if not key.endswith("_lr")}
     matrices, rest = _divided(params)
     return _Plain(
         torch.optim.Muon(matrices, lr=rates["muon_lr"], weight_decay=weight_decay, **mine),

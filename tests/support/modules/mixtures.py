@@ -52,12 +52,12 @@ def stacks_of(model: nn.Module) -> dict[str, nn.Module]:
 @contextmanager
 def visits(model: nn.Module) -> Iterator[set[str]]:
     """Yields the names of experts, such as "model.layers.0.mlp.experts[3]", that the forwards in the context visit."""
-    found: set[str] = set()
+    names: set[str] = set()
 
     def record(name: str) -> Callable[..., None]:
         def before(module: nn.Module, args: Any, kwargs: Any) -> None:
             chosen = next(each for each in (*args, *kwargs.values()) if each.dtype is torch.int64)
-            found.update(f"{name}[{expert}]" for expert in chosen.unique().tolist())
+            names.update(f"{name}[{expert}]" for expert in chosen.unique().tolist())
 
         return before
 
@@ -65,7 +65,7 @@ def visits(model: nn.Module) -> Iterator[set[str]]:
         module.register_forward_pre_hook(record(name), with_kwargs=True) for name, module in stacks_of(model).items()
     ]
     try:
-        yield found
+        yield names
     finally:
         for hook in hooks:
             hook.remove()

@@ -156,10 +156,10 @@ class _Builder:
         square = [x for m in self.made for x in m.modules() if type(x) is nn.Linear and x.in_features == x.out_features]
         linear = nn.Linear(self.width, self.width)
         if square:
-            other = square[-1 - piece.of % len(square)]
+            linear_of_another = square[-1 - piece.of % len(square)]
             if piece.kind == "borrows":
-                return Borrows(self.width, other)
-            linear.weight = other.weight
+                return Borrows(self.width, linear_of_another)
+            linear.weight = linear_of_another.weight
         return Residual(linear)
 
 
@@ -185,8 +185,8 @@ def kinds(tree: Tree | Group) -> Iterator[str]:
 def loss(model: nn.Module, step: int, micro: int) -> torch.Tensor:
     generator = torch.Generator().manual_seed(1_000 * step + micro)
     ids = torch.randint(VOCABULARY, (2, 6), generator=generator)
-    found = model(ids)
-    logits = found["logits"] if isinstance(found, dict) else found
+    output = model(ids)
+    logits = output["logits"] if isinstance(output, dict) else output
     return models.token_loss(logits, ids)
 
 
@@ -233,12 +233,12 @@ def _at_once(model: nn.Module, units: Units) -> int:
 
     def most(module: nn.Module, around: set[int]) -> int:
         here = around | needs.get(id(module), set())
-        found = [len(here)]
+        sizes = [len(here)]
         if isinstance(module, Checkpointed):
             for region in module.regions:
                 inside = (needs.get(id(inner), set()) for child in region for inner in child.modules())
-                found.append(len(here.union(*inside)) + 1)
-        return max(found + [most(child, here) for child in module.children()])
+                sizes.append(len(here.union(*inside)) + 1)
+        return max(sizes + [most(child, here) for child in module.children()])
 
     return most(model, set())
 

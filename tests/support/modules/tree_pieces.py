@@ -113,8 +113,8 @@ class Keywords(nn.Module):
 
 class ManyOutputs(nn.Linear):
     def forward(self, hidden: torch.Tensor) -> Any:
-        found = super().forward(hidden)
-        return {"states": (found, [found.tanh(), None]), "name": "outputs", "count": 3, "weight": self.weight}
+        output = super().forward(hidden)
+        return {"states": (output, [output.tanh(), None]), "name": "outputs", "count": 3, "weight": self.weight}
 
 
 class Outputs(nn.Module):
@@ -125,9 +125,9 @@ class Outputs(nn.Module):
         self.inner = ManyOutputs(width, width)
 
     def forward(self, hidden: torch.Tensor) -> torch.Tensor:
-        found = self.inner(hidden)
-        first, (second, _) = found["states"]
-        return hidden + (first + second) / found["count"] + found["weight"].sum() / 100
+        output = self.inner(hidden)
+        first, (second, _) = output["states"]
+        return hidden + (first + second) / output["count"] + output["weight"].sum() / 100
 
 
 class AsksFirst(nn.Module):
@@ -195,10 +195,10 @@ class OwnFunction(nn.Module):
 class Borrows(nn.Module):
     """A module that computes with the weight of another module, which does not run."""
 
-    def __init__(self, width: int, other: nn.Linear) -> None:
+    def __init__(self, width: int, source: nn.Linear) -> None:
         super().__init__()
         self.bias = nn.Parameter(torch.zeros(width))
-        self.borrowed = (other,)  # in a tuple: not a child
+        self.borrowed = (source,)  # in a tuple: not a child
 
     def forward(self, hidden: torch.Tensor) -> torch.Tensor:
         return hidden + torch.tanh(functional.linear(hidden, self.borrowed[0].weight, self.bias))
@@ -277,10 +277,10 @@ class Branch(nn.Module):
 class Checkpointed(nn.Module):
     """A module that recomputes its children in backward, one by one or all in one region."""
 
-    def __init__(self, children: list[nn.Module], reentrant: bool, each: bool) -> None:
+    def __init__(self, children: list[nn.Module], reentrant: bool, alone: bool) -> None:
         super().__init__()
         self.layers = nn.ModuleList(children)
-        self.reentrant, self.each = reentrant, each
+        self.reentrant, self.each = reentrant, alone
 
     @property
     def regions(self) -> list[list[nn.Module]]:
@@ -308,8 +308,8 @@ def _hooked(children: list[nn.Module]) -> nn.Module:
     return inner
 
 
-def _checkpointed(reentrant: bool, each: bool) -> Callable[[list[nn.Module], Signal], nn.Module]:
-    return lambda children, signal: Checkpointed(children, reentrant, each)
+def _checkpointed(reentrant: bool, alone: bool) -> Callable[[list[nn.Module], Signal], nn.Module]:
+    return lambda children, signal: Checkpointed(children, reentrant, alone)
 
 
 GROUPS: dict[str, Callable[[list[nn.Module], Signal], nn.Module]] = {

@@ -61,9 +61,9 @@ def least_host_memory(job: Job, folder: Path, placement: tuple[str, str] = ("nvm
     try:
         start(job, placement, folder, host_memory=1, **({"vocabulary": "whole"} | options))
     except offload.errors.BudgetError as error:
-        found = re.search(r"the least that works is [^(]*\((\d+) bytes\)", str(error))
-        assert found is not None
-        return int(found[1])
+        match = re.search(r"the least that works is [^(]*\((\d+) bytes\)", str(error))
+        assert match is not None
+        return int(match[1])
     raise AssertionError("one byte was enough")
 
 

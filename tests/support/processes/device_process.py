@@ -115,17 +115,17 @@ def _run(tests: list[str], root: Path, most_failures: int) -> dict[str, str | No
         if not report.exists():
             text = f"the process of the device ended with {done.returncode}\n{done.stdout[-4000:]}{done.stderr[-4000:]}"
             return {test.rpartition("::")[2]: text for test in tests}
-        found: dict[str, str | None] = {}
+        failures: dict[str, str | None] = {}
         for case in ElementTree.parse(report).iter("testcase"):
             # A test that fails, and then leaves something behind, has two entries: the first one says why.
             name = case.get("name", "")
-            found[name] = found.get(name) or _failure(case)
-        return found
+            failures[name] = failures.get(name) or _failure(case)
+        return failures
 
 
 def _failure(case: ElementTree.Element) -> str | None:
     for kind in ("failure", "error"):
-        found = case.find(kind)
-        if found is not None:
-            return found.text
+        failure = case.find(kind)
+        if failure is not None:
+            return failure.text
     return None

@@ -22,7 +22,7 @@ class Users:
     A function of a user runs in a fork, with the imports of the test: others may not be able to read the environment.
     """
 
-    this, other = 12811, 12812
+    owner, stranger = 12811, 12812
 
     def __init__(self, root: Path) -> None:
         self._root = root
@@ -30,7 +30,7 @@ class Users:
         self.shared = root / "shared"
         self.shared.mkdir()
         self.shared.chmod(0o1777)
-        for user in (self.this, self.other):
+        for user in (self.owner, self.stranger):
             self.home(user).mkdir(mode=0o700)
             os.chown(self.home(user), user, user)
 

@@ -144,8 +144,8 @@ class _Streams:
         self.theirs: list[int] = []
         self.mine: list[IO[str] | None] = []
         self._ours: list[int] = []  # to be closed here once they are sent
-        for number, each in enumerate(wanted):
-            theirs, mine = self._open(number, each)
+        for number, source in enumerate(wanted):
+            theirs, mine = self._open(number, source)
             self.theirs.append(theirs)
             self.mine.append(mine)
 

@@ -124,8 +124,8 @@ def schedule_of(engine: offload.Engine, job: Job, plan: Plan, **options: Any) ->
     from torch.distributed.pipelining.schedules import PipelineScheduleSingle, get_schedule_class
 
     kind, stages = get_schedule_class(plan.schedule), engine.pipeline_stages()
-    found = stages[0] if issubclass(kind, PipelineScheduleSingle) else stages
-    return kind(found, job.accumulation, loss_fn=models.token_loss, **options)
+    stage = stages[0] if issubclass(kind, PipelineScheduleSingle) else stages
+    return kind(stage, job.accumulation, loss_fn=models.token_loss, **options)
 
 
 def mine(job: Job, plan: Plan, step: int) -> torch.Tensor:
@@ -147,12 +147,12 @@ def steps(engine: offload.Engine, job: Job, plan: Plan, first: int, last: int) -
     schedule, held = schedule_of(engine, job, plan), engine.module.indices
     losses, norms = [], []
     for step in range(first, last):
-        found = run(schedule, mine(job, plan, step), held, plan.stages - 1)
+        result = run(schedule, mine(job, plan, step), held, plan.stages - 1)
         engine.step()
         if plan.stages - 1 in held:
             loss = torch.zeros(())
-            for each in found:
-                loss = loss + torch.tensor(each) / job.accumulation
+            for stage_loss in result:
+                loss = loss + torch.tensor(stage_loss) / job.accumulation
             losses.append(engine.mean(float(loss)))
         norms.append(engine.get_global_grad_norm() or 0.0)
     return Result(losses, norms, weights_of(engine))
@@ -172,13 +172,13 @@ def train(job: Job, plan: Plan, placement: tuple[str, str], folder: Path, **opti
         engine.destroy(remove=True)
 
 
-def together(found: Sequence[Result]) -> Result:
+def together(results: Sequence[Result]) -> Result:
     """Returns what the ranks of a grid have, as one training; ranks with the same stages must have the same weights."""
     weights: dict[str, torch.Tensor] = {}
-    for result in found:
+    for result in results:
         for name, value in result.weights.items():
             assert torch.equal(weights.setdefault(name, value), value), f"{name} differs among ranks"
-    assert len({tuple(result.norms) for result in found}) == 1, "the ranks of a grid have one norm"
-    losses = {tuple(result.losses) for result in found if result.losses}
+    assert len({tuple(result.norms) for result in results}) == 1, "the ranks of a grid have one norm"
+    losses = {tuple(result.losses) for result in results if result.losses}
     assert len(losses) == 1, "pipelines beside each other have one mean"
-    return Result(list(losses.pop()), found[0].norms, weights)
+    return Result(list(losses.pop()), results[0].norms, weights)

@@ -115,9 +115,9 @@ def divided(model: nn.Module, name: str, size: int) -> nn.Module:
             if rank_and_size()[0] == 0:
                 model.save_pretrained(own)  # type: ignore[operator]
             dist.broadcast_object_list(folders)
-            found = type(model).from_pretrained(folders[0], distributed_config=DistributedConfig(tp_size=size))
+            model_part = type(model).from_pretrained(folders[0], distributed_config=DistributedConfig(tp_size=size))
             dist.barrier()
-            return found
+            return model_part
     from torch.distributed.tensor.parallel import parallelize_module
 
     return parallelize_module(model, mesh(size)["tp"], plan(name))
