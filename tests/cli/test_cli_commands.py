@@ -189,6 +189,27 @@ def test_a_terminal_without_a_letter_ends_nothing() -> None:
     assert (done.returncode, done.stdout) == (0, "1 ?s\n"), done.stderr
 
 
+@pytest.mark.parametrize(
+    ("arguments", "named"),
+    [
+        ("plan --parameters 1B --gpu 24GB --write /proc/out", "--write /proc/out"),
+        ("tune . --config /proc/out", "--config /proc/out"),
+        ("generate none --prompt x --output /proc/out", "--output /proc/out"),
+        ("bench card . --output /proc/out", "--output /proc/out"),
+        ("bench gpu . --device cpu --output /proc/out", "--output /proc/out"),
+        ("replay . --steps 1..2 --certificate /proc/out", "--certificate /proc/out"),
+        ("export . /proc/out", "OUT /proc/out"),
+        ("export . /proc/out.gguf", "OUT /proc/out.gguf"),
+        ("merge . /proc/out", "OUT /proc/out"),
+        ("import . /proc/none/out", "OUT /proc/none/out"),
+        ("convert /proc/1 --moments int8", "the new run beside /proc/1"),
+    ],
+)
+def test_a_place_that_cannot_be_written_is_refused_before_the_work(arguments: str, named: str) -> None:
+    """What there is to work on is not even looked at, and access() lets root write to /proc."""
+    assert refused(*arguments.split()).startswith(f"{named} cannot be written: no file can be made in /proc (")
+
+
 def test_output_that_finds_no_room_is_one_line() -> None:
     command = "-m offload plan --parameters 1B --layers 4 --gpu 24GB --json".split()
     with Path("/dev/full").open("w") as full:

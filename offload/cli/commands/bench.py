@@ -9,7 +9,6 @@ import contextlib
 import importlib.util
 import json
 import logging
-import os
 import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -23,6 +22,7 @@ from offload.cli.console import BAD_INPUT, FAILED, Json, echo, errors, make_tabl
 from offload.cli.options import Command, HelpContext, takes_options
 from offload.cli.signals import signals
 from offload.errors import ConfigError
+from offload.fileio import check_writable
 from offload.notices import folder_to_make
 from offload.options import argument, checked, dtypes, option, switch
 from offload.sizes import format_size, parse_count, parse_size
@@ -47,13 +47,8 @@ def check_plot(path: Path | None) -> None:
     if importlib.util.find_spec("matplotlib") is None:
         raise ConfigError("--plot needs matplotlib: pip install 'offload[bench]'")
     if path.suffix not in (".png", ".svg", ".pdf"):
-        raise ConfigError(f"expected a file that ends in .png, .svg or .pdf, got {path}")
-    folder = path.absolute().parent
-    if not folder.is_dir():
-        raise ConfigError(f"there is no folder {folder_to_make(folder)}")
-    # Access is checked now, so that minutes of measuring are not lost.
-    if path.is_dir() or not os.access(path if path.exists() else folder, os.W_OK):
-        raise ConfigError(f"{path} cannot be written")
+        raise ConfigError(f"--plot: expected a file that ends in .png, .svg or .pdf, got {path}")
+    check_writable(path, "--plot")
 
 
 @bench.command("io", cls=Command)
@@ -356,8 +351,7 @@ def _check_gpu_options(typed: GpuOptions) -> None:
         raise ConfigError(f"expected --device cuda or cpu, got {typed.device!r}")
     if not Path(typed.folder).is_dir():
         raise ConfigError(f"there is no folder {folder_to_make(typed.folder)}")
-    if not typed.output.absolute().parent.is_dir():
-        raise ConfigError(f"there is no folder {folder_to_make(typed.output.absolute().parent)}")
+    check_writable(typed.output, "--output")
     for name, choices in _CHOICES.items():
         if getattr(typed, name) not in (None, *choices):
             raise ConfigError(
@@ -469,10 +463,8 @@ def bench_card(typed: CardOptions, json_output: Json = False) -> None:
     Example: offload bench card /mnt/nvme --gpu-memory 24GiB
     """
     with errors(BAD_INPUT):
-        if typed.output is not None and not typed.output.absolute().parent.is_dir():
-            raise ConfigError(f"there is no folder {folder_to_make(typed.output.absolute().parent)}")
-        if typed.output is not None and typed.output.is_dir():
-            raise ConfigError(f"--output {typed.output} is a folder: give a file")
+        if typed.output is not None:
+            check_writable(typed.output, "--output")
         limit = _size(typed.gpu_memory)
         from offload.bench import card, card_page
 

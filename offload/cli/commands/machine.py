@@ -188,7 +188,7 @@ def tune(
             backend = queue.backend
         if config is not None:
             # The check precedes a minute of trials, whose result could not be written otherwise.
-            tuning.check_writable(config, output or config)
+            tuning.check_config(config, output or config)
     with errors(FAILED), signals(), status_line(console) as tell:
         tuned = tuning.tune(paths, backend, parse_size(size), tell=tell)
     if json_output:
