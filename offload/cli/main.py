@@ -123,7 +123,7 @@ app.command(cls=launch.Launch, context_settings={**UNDERSCORES, "allow_intersper
 class _Output(io.FileIO):
     """The file of stdout, whose errors say what could not be written: those of the system name no file."""
 
-    def write(self, data: Any, /) -> int | None:
+    def write(self, data: Any, /) -> int:
         try:
             return super().write(data)
         except OSError as error:

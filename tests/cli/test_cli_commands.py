@@ -210,6 +210,19 @@ def test_a_place_that_cannot_be_written_is_refused_before_the_work(arguments: st
     assert refused(*arguments.split()).startswith(f"{named} cannot be written: no file can be made in /proc (")
 
 
+@pytest.mark.parametrize("path", [Path("proof"), Path("../proof"), Path("/mnt/proof")])
+@pytest.mark.parametrize("below", ["", "/file.json"])
+def test_a_full_drive_is_told_with_the_option_that_led_there(
+    path: Path, below: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for name in (str(path), os.path.abspath(path)):
+        echo_error(IoError(f"{name}{below}", 0, 0, errno.ENOSPC, "write"), {"--output": None, "--certificate": path})
+        told = f"error: cannot write --certificate {name}{below}: [Errno 28] No space left on device\n"
+        assert capsys.readouterr().err == told
+    echo_error(IoError("/other/proof", 0, 0, errno.ENOSPC, "write"), {"--certificate": path})
+    assert "--certificate" not in capsys.readouterr().err
+
+
 @pytest.mark.parametrize("arguments", ["plan --parameters 1B --layers 4 --gpu 24GB --json", "--version", "inspect ."])
 def test_output_that_finds_no_room_is_one_line(arguments: str) -> None:
     """Also where a print only fills the buffer, which Python writes at its end."""

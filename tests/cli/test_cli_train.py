@@ -244,7 +244,7 @@ def test_a_full_drive_under_the_log_ends_no_run() -> None:
     if not Path("/dev/full").exists():
         pytest.skip("there is no /dev/full")
     failed = call("--steps", "3", "--log", "/dev/full")
-    assert failed.exit_code == 0 and failed.stderr.count("warning: cannot write the log /dev/full: No space left") == 1
+    assert failed.exit_code == 0 and failed.stderr.count("warning: cannot write --log /dev/full: No space left") == 1
     assert "step 3/3" in failed.stdout and Path("/dev/full").is_char_device()
 
 

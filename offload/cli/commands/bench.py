@@ -105,7 +105,7 @@ def bench_io(
         # `make_plan` turns fio off if fio is not installed.
         if fio and not plan.with_fio:
             console.print("fio is not installed, so there is no ratio to it (Debian: apt install fio)")
-    with errors(FAILED):
+    with errors(FAILED, {"--plot": plot}):
         if plot is not None:
             io.plot(rows, plot)
 
@@ -160,7 +160,7 @@ def bench_adam(
     else:
         titles = ("", "weight", "grad", "moment", "threads", "isa", "ms", "GB/s", "of probe", "Mparam/s")
         console.print(make_table(titles, map(_adam_cells, rows)))
-    with errors(FAILED):
+    with errors(FAILED, {"--plot": plot}):
         if plot is not None:
             adam.plot(rows, plot)
 
@@ -433,7 +433,7 @@ def bench_train(typed: TrainBenchOptions, json_output: Json = False) -> None:
         console.print(make_table(figures.TITLES, cells, right=1, no_wrap=True))
         for line in figures.remarks(rows, checked.dtype):
             console.print(line, soft_wrap=True)
-    with errors(FAILED):
+    with errors(FAILED, {"--plot": typed.plot}):
         if typed.plot is not None:
             figures.plot(rows, typed.plot)
 

@@ -108,7 +108,7 @@ def score(typed: ScoreOptions, json_output: Json = False) -> None:
     Weights are read from the folder's own files, where they lie; nothing else is written than the scores, one JSON
     object a record. All else goes to stderr.
     """
-    with errors(FAILED), signals():
+    with errors(FAILED, {"--output": typed.output}), signals():
         _check_numbers(batch_size=typed.batch_size, micro_batch_size=typed.micro_batch_size, seq_len=typed.seq_len)
         if typed.seq_len == 1:
             raise ConfigError("--seq-len 1 leaves nothing to predict; give 2 or more")
@@ -157,7 +157,7 @@ def generate(typed: GenerateOptions, json_output: Json = False) -> None:
     Weights are read from the folder's own files once for each token of a batch of prompts. With --data each
     continuation is a JSON object on a line of its own. All else goes to stderr.
     """
-    with errors(FAILED), signals():
+    with errors(FAILED, {"--output": typed.output}), signals():
         _check_generation(typed)
         from offload.finetune.corpus.documents import find_data, read_prompts
         from offload.offline.generate import completions, encode_fitting, question

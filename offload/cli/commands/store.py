@@ -138,7 +138,7 @@ def import_(
     from offload.runs.import_checkpoint import check_output, import_checkpoint, nbytes_of, open_foreign
 
     console = make_console(stderr=json_output, highlight=False, soft_wrap=True)
-    with errors(FAILED), signals():
+    with errors(FAILED, {"OUT": out}), signals():
         _check_folder(path)
         check_output(out)
         found = open_foreign(path, tag)
@@ -189,7 +189,7 @@ def export(
     if format == "gguf":
         _export_gguf(path, out, dtype, tokenizer, console, json_output)
         return
-    with errors(FAILED), signals():
+    with errors(FAILED, {"OUT": out}), signals():
         _check_folder(path)
         check_target(out.absolute())
         check_place(out, "OUT")
@@ -225,7 +225,7 @@ def export(
 def _export_gguf(
     path: Path, out: Path, dtype: str | None, tokenizer: Path | None, console: Console, json_output: bool
 ) -> None:
-    with errors(FAILED), signals():
+    with errors(FAILED, {"OUT": out}), signals():
         _check_folder(path)
         if dtype is not None:
             raise UsageError("--dtype is for a run; a GGUF file has the dtype of the model's files: leave it out")
@@ -254,7 +254,7 @@ def merge(
     Example: offload merge ./adapter ./my-llama
     """
     console = make_console(stderr=json_output, highlight=False, soft_wrap=True)
-    with errors(FAILED), signals():
+    with errors(FAILED, {"OUT": out}), signals():
         from offload.offline.merge import MergePlan
         from offload.runs.export import check_target
 
@@ -413,7 +413,7 @@ def replay(
 
     logging.getLogger("offload").setLevel(logging.ERROR)
     placement = {"offload_param": offload_param, "offload_optimizer": offload_optimizer}
-    with errors(FAILED), signals():
+    with errors(FAILED, {"--certificate": certificate}), signals():
         wanted = parse_steps(steps)
         if certificate is not None:
             if certificate.exists():
