@@ -103,8 +103,9 @@ def measure(
 
     Restores the environment's settings of the kernels afterwards.
     """
-    if numel < 1 or rounds < 1:
-        raise ConfigError(f"expected --numel >= 1 and --rounds >= 1, got {numel} and {rounds}")
+    for name, number in (("--numel", numel), ("--rounds", rounds)):
+        if number < 1:
+            raise ConfigError(f"expected {name} of at least 1, got {number}")
     before = torch.get_num_threads()
     rows: list[AdamRow] = []
     try:

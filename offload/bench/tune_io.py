@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import statistics
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
@@ -14,9 +13,7 @@ from offload.aio.measure import TimedTransfer
 from offload.bench.io import Case, make_plan, passes_of
 from offload.config import load_config, read_json
 from offload.config.edit import set_in_block
-from offload.errors import ConfigError
-from offload.fileio import atomic_write, real_path
-from offload.notices import folder_to_make
+from offload.fileio import atomic_write, check_writable
 from offload.sizes import MIB
 
 BLOCKS = tuple(MIB * n // 2 for n in (1, 2, 4, 8, 16))
@@ -91,15 +88,11 @@ def choose(trials: Iterable[Trial]) -> Trial:
     return min(good, key=lambda trial: (trial.block_bytes * trial.depth, -trial.rate.swap))
 
 
-def check_writable(source: Path, target: Path) -> None:
+def check_config(source: Path, target: Path) -> None:
     """Checks that `source` is a config, if it exists, and that `target` can be written: a measurement takes minutes."""
     if source.exists():
         load_config(read_json(source))
-    folder = real_path(target).parent
-    if not folder.is_dir():
-        raise ConfigError(f"there is no folder {folder_to_make(folder)}")
-    if not os.access(folder, os.W_OK):
-        raise ConfigError(f"{folder} cannot be written to")
+    check_writable(target, "--config" if target == source else "--output")
 
 
 def write_config(source: Path, target: Path, aio: dict[str, int]) -> None:
@@ -107,7 +100,7 @@ def write_config(source: Path, target: Path, aio: dict[str, int]) -> None:
 
     No other character of the text changes. `source` may be missing; `target` keeps its mode.
     """
-    check_writable(source, target)
+    check_config(source, target)
     text = source.read_bytes().decode() if source.exists() else "{}\n"  # as bytes: they keep the ends of their lines
     # `thread_count` is the older name of `intra_op_parallelism`; a config must not contain both.
     atomic_write(target, set_in_block(text, "aio", aio, {"thread_count": "intra_op_parallelism"}))

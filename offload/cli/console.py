@@ -5,9 +5,13 @@ from __future__ import annotations
 import atexit
 import gc
 import logging
+import os
+import re
 import sys
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from pathlib import Path
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -28,13 +32,26 @@ def echo(text: object, err: bool = False) -> None:
     typer.echo(printable(str(text)), err=err)
 
 
-def echo_error(error: BaseException) -> None:
+def with_option(message: str, named: Mapping[str, Path | None]) -> str:
+    """Returns a message about a file with the option before the path that the user has `named` by it."""
+    for option, path in named.items():
+        if path is not None and option not in message:
+            # A path in a message may be absolute, or that of a file below.
+            for name in (os.path.abspath(path), str(path)):
+                message, count = re.subn(rf"(?<![\w./-])(?={re.escape(name)})", f"{option} ", message, count=1)
+                if count:
+                    break
+    return message
+
+
+def echo_error(error: BaseException, named: Mapping[str, Path | None] = MappingProxyType({})) -> None:
     """Prints an error on stderr in one line; a list of config errors takes one line per error.
 
     A terminal also shows where the documentation has the cause and the cure.
     """
     # If a name contained a line break, the rest of the name would look like a line of this program.
-    typer.echo(f"error: {printable(str(error), lines=isinstance(error, ConfigError))}", err=True)
+    message = with_option(str(error), named)
+    typer.echo(f"error: {printable(message, lines=isinstance(error, ConfigError))}", err=True)
     if isinstance(error, OffloadError) and sys.stderr.isatty():
         typer.echo(f"cause and cure: {error.page}", err=True)
 
@@ -71,12 +88,15 @@ def printable_logs() -> Iterator[None]:
 
 
 @contextmanager
-def errors(code: int) -> Iterator[None]:
-    """Reports an `OffloadError` or `OSError` in one line on stderr, and exits with `code_of` it."""
+def errors(code: int, named: Mapping[str, Path | None] = MappingProxyType({})) -> Iterator[None]:
+    """Reports an `OffloadError` or `OSError` in one line on stderr, and exits with `code_of` it.
+
+    `named` has the paths to be written, by option; the message about one names the option too.
+    """
     try:
         yield
     except (OffloadError, OSError) as error:
-        echo_error(error)
+        echo_error(error, named)
         raise typer.Exit(code_of(error, code)) from None
 
 

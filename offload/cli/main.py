@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import errno
 import io
+import os
 import signal
 import sys
 from collections.abc import Iterator, Sequence
@@ -18,7 +20,7 @@ from offload.cli.commands import bench, check_config, launch, machine, offline, 
 from offload.cli.console import BAD_INPUT, FAILED, echo_error, printable_logs
 from offload.cli.options import UNDERSCORES, Command, Grouped, HelpContext
 from offload.cli.signals import AT_ONCE, handlers
-from offload.errors import BudgetError, naming_memory, printable
+from offload.errors import BudgetError, IoError, naming_memory, printable
 from offload.interrupts import exit_on_next_signal
 
 # Some versions of typer vendor click, so UsageError is taken from typer's own class hierarchy.
@@ -118,8 +120,38 @@ app.command(cls=Command, context_settings={"allow_interspersed_args": False})(la
 app.command(cls=launch.Launch, context_settings={**UNDERSCORES, "allow_interspersed_args": False})(launch.launch)
 
 
+class _Output(io.FileIO):
+    """The file of stdout, whose errors say what could not be written: those of the system name no file."""
+
+    def write(self, data: Any, /) -> int:
+        try:
+            return super().write(data)
+        except OSError as error:
+            if error.errno == errno.EPIPE:  # its reader has gone, which click and rich handle by this class
+                raise
+            raise IoError("the output", 0, 0, error.errno or errno.EIO, "write") from error
+
+
+def _flush() -> None:
+    """Writes what waits in stdout's buffer, where Python's end would report an error without its cause."""
+    try:
+        sys.stdout.flush()
+    except OSError as error:
+        if error.errno != errno.EPIPE:  # its reader has gone, and wants no more
+            echo_error(error)
+        # What is left in the buffer is lost, and must not fail once more.
+        nowhere = os.open(os.devnull, os.O_WRONLY)
+        os.dup2(nowhere, 1)
+        os.close(nowhere)
+        sys.exit(FAILED)
+
+
 def main() -> None:
     """Runs the command `offload`."""
+    if sys.stdout is sys.__stdout__ and isinstance(sys.stdout, io.TextIOWrapper):
+        sys.stdout.flush()
+        file = io.BufferedWriter(_Output(1, "w", closefd=False))
+        sys.stdout = io.TextIOWrapper(file, sys.stdout.encoding, line_buffering=sys.stdout.line_buffering)
     for stream in (sys.stdout, sys.stderr):
         # A test or a notebook may have replaced the streams.
         if isinstance(stream, io.TextIOWrapper):
@@ -132,9 +164,12 @@ def main() -> None:
         # A signal has ended the command. A second signal must not raise an exception while Python shuts down.
         if isinstance(ended.code, int) and ended.code > 128:
             exit_on_next_signal(AT_ONCE, *handlers(signal.SIGINT, signal.SIGTERM))
+        _flush()
         raise
     except (OSError, BudgetError) as error:  # usually a full disk behind stdout, or a limit of memory
-        echo_error(error)
+        if not (isinstance(error, IoError) and error.path == "the output"):
+            echo_error(error)
+        _flush()
         sys.exit(FAILED)
 
 

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from offload.fileio.atomic_write import (
     atomic_write,
+    check_place,
+    check_writable,
     keep_mode_and_owner,
     naming_errors,
     replace_durably,
@@ -32,6 +34,8 @@ __all__ = [
     "cache_file",
     "cache_folder",
     "check_ours",
+    "check_place",
+    "check_writable",
     "foreign_owner",
     "holder_of",
     "inner_folder",

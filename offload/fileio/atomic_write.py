@@ -7,11 +7,13 @@ import errno
 import os
 import re
 import stat
+import tempfile
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 from offload.aio.unanswered import sync
-from offload.errors import IoError, OffloadError
+from offload.errors import ConfigError, IoError, OffloadError
+from offload.notices import folder_to_make
 
 
 @contextlib.contextmanager
@@ -30,6 +32,40 @@ def naming_errors(path: Path, operation: str, offset: int = 0, nbytes: int = 0) 
         if (number := re.search(r"\(os error (\d+)\)", str(error))) is None:
             raise
         raise IoError(str(path), offset, nbytes, int(number[1]), operation) from error
+
+
+def check_place(path: Path, option: str, folder: Path | None = None) -> None:
+    """Checks that a file or folder can be made at `path`, before work that its error would lose. Leaves nothing.
+
+    Args:
+        option: What the user calls the path, such as "--output".
+        folder: The folder in which something is made first; by default that of `path`.
+
+    Raises:
+        ConfigError: If nothing can be made there.
+    """
+    folder = Path(os.path.realpath(path)).parent if folder is None else folder
+    if not folder.is_dir():
+        why = f"{folder} is no folder; give another place" if folder.exists() else None
+        raise ConfigError(f"{option} {path}: {why or f'there is no folder {folder_to_make(folder)}'}")
+    # Only an attempt shows whether a folder can be written: access() is wrong for root, in /proc and on NFS.
+    try:
+        with tempfile.TemporaryFile(dir=folder):
+            pass
+    except OSError as error:
+        raise ConfigError(
+            f"{option} {path} cannot be written: no file can be made in {folder} ({error.strerror}); give another place"
+        ) from error
+
+
+def check_writable(path: Path, option: str) -> None:
+    """Checks that a file can be written or replaced at `path`; see `check_place`. A device and a pipe pass."""
+    if path.is_dir():
+        raise ConfigError(f"{option} {path} cannot be written: it is a folder; give a file")
+    if path.exists() and not os.access(path, os.W_OK):
+        raise ConfigError(f"{option} {path} cannot be written: you may not write this file; give another file")
+    if path.is_file() or not path.exists():
+        check_place(path, option)
 
 
 def atomic_write(path: Path, text: str | Iterable[str], *, durable: bool = True) -> None:

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import IO, Any
 
 from offload.errors import ConfigError
-from offload.fileio import atomic_write, real_path
+from offload.fileio import atomic_write, check_writable, real_path
 
 _HEAD = '{"step": '
 """The first bytes of each line of a log."""
@@ -35,12 +35,12 @@ def json_line(content: Any) -> str:
     return json.dumps(plain(content), allow_nan=False)
 
 
-def check_log(log: Path) -> None:
-    """Checks that `log` can be written, replaces no file that is no step log, and is written by no other run."""
-    folder = real_path(log).parent
-    # Root may write a file that stands where the folder should be.
-    if log.is_dir() or not folder.is_dir() or not os.access(log if log.exists() else folder, os.W_OK):
-        raise ConfigError(f"cannot write the log {log}: give a file in a folder that exists and that you may write")
+def check_log(log: Path, option: str = '"log"') -> None:
+    """Checks that `log` can be written, replaces no file that is no step log, and is written by no other run.
+
+    `option` is what the user calls the file.
+    """
+    check_writable(log, option)
     if log.is_file():
         with log.open(errors="replace") as file:
             first = file.readline()

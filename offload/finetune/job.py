@@ -22,6 +22,7 @@ from offload.dtype_choice import settle
 from offload.engine.engine import Engine
 from offload.engine.setup import start
 from offload.errors import ConfigError, OffloadError, StoreError
+from offload.fileio import check_writable
 from offload.fileio.jsonl import check_log, cut_log
 from offload.finetune.corpus.chats import Example
 from offload.finetune.corpus.data import Data, Share, find_files, read_files, steps_of
@@ -177,9 +178,9 @@ def prepare(options: Options, file: Mapping[str, Any] | None, say: Callable[[str
     if not goes_on and not (output is not None and (output / MARK).exists()):
         check_output(output, may_be_there=False)
     if options.log is not None:
-        check_log(options.log)
+        check_log(options.log, "--log")
     if config.offload.trace is not None:
-        path_of(config.offload.trace, rank, world_size)
+        check_writable(path_of(config.offload.trace, rank, world_size), '"trace"')
     # Cheap checks come first: reading the data may take minutes, and building the model longer.
     files = find_files(options)
     require_transformers()

@@ -17,7 +17,7 @@ from offload.errors import IoError, StoreError
 from offload.notices import shell_command
 from offload.states import State
 from offload.swapper.store import Compared, bytes_of, rank_folders, repair
-from offload.swapper.store.folder import FINISHED, RESHARDED, Lock, Use
+from offload.swapper.store.folder import FINISHED, RESHARDED, Lock, Use, removal_begun
 from offload.swapper.store.format import Extents, Passages, StoreManifest, check_rank, check_whole, last_of_all
 from offload.swapper.store.inspection import Commit, RankFiles, is_rank, look
 from offload.swapper.store.recovery import Undo, check_one_run
@@ -198,6 +198,12 @@ def lock_and_look(run: Path, stack: contextlib.ExitStack, use: Use = "read") -> 
     for folder in folders:
         # `Lock` raises if another process holds the lock. The caller's stack releases the locks taken so far.
         stack.enter_context(Lock(folder, use))
+    for folder in folders:
+        if removal_begun(folder):
+            raise StoreError(
+                f"{folder} is what an interrupted deletion of the run has left, and nothing in it can be read: "
+                f"`{shell_command('rm', run)}` deletes the rest, and a start begins the run anew"
+            )
     return [look(folder) for folder in folders]
 
 

@@ -200,8 +200,6 @@ def check_file(out: Path) -> None:
         raise StoreError(f"{out} exists already; give the file another name, or delete it")
     if not out.parent.is_dir():
         raise StoreError(f"there is no folder {folder_to_make(out.parent)}")
-    if not os.access(out.parent, os.W_OK | os.X_OK):
-        raise StoreError(f"cannot write {out}: {out.parent} is not a folder that you may write; give another folder")
 
 
 def _library() -> Any:

@@ -18,13 +18,13 @@ import torch
 from offload.aio import aligned_empty
 from offload.config import load_config, read_json, resolve_batch
 from offload.errors import ConfigError
+from offload.fileio import check_place
 from offload.hardware.gpus import find_gpu
 from offload.hardware.info import rated_bytes_of
 from offload.hardware.probe import Tell, kept
 from offload.layout.memory_plan import Division, division_of
 from offload.layout.modes import DTYPES, MASTERS, MOMENT_DTYPES, RULE_LAYOUTS
 from offload.layout.pass_order import LAYER_MAJOR, SCHEDULES, makes_early_updates
-from offload.notices import folder_to_make
 from offload.planner import recommend
 from offload.planner.activations import Load, need, with_host_memory
 from offload.planner.hardware import (
@@ -451,13 +451,12 @@ def endurance(on: Hardware, given: str | None) -> int | None:
 
 
 def check_target(path: Path | None) -> None:
-    """Raises `ConfigError` if `path` exists already or its folder does not exist."""
+    """Raises `ConfigError` if `path` exists already, or cannot be made."""
     if path is None:
         return
     if path.exists():
-        raise ConfigError(f"{path} exists already; give another file")
-    if not path.absolute().parent.is_dir():
-        raise ConfigError(f"there is no folder {folder_to_make(path.absolute().parent)}")
+        raise ConfigError(f"--write {path} exists already; give another file")
+    check_place(path, "--write")
 
 
 def ready(planned: Planned) -> dict[str, Any]:

@@ -34,7 +34,7 @@ from offload.checkpoint.foreign import ForeignCheckpoint, is_foreign, look_forei
 from offload.checkpoint.load import EVERYTHING
 from offload.checkpoint.resharding import Run, SavedElement
 from offload.errors import StoreError
-from offload.fileio import real_path, write_new
+from offload.fileio import check_place, real_path, write_new
 from offload.fileio.buffered_copy import BUFFER_NBYTES, flow, flow_buffers
 from offload.fileio.safetensors_stream import SafetensorsWriter, Tensor
 from offload.model_io.save import check_room
@@ -77,10 +77,11 @@ def open_foreign(path: Path, tag: str | None) -> ForeignCheckpoint:
 
 
 def check_output(out: Path) -> None:
-    """Raises `StoreError` if there cannot be a folder `out`, because a file is there or above."""
+    """Raises `StoreError` if there cannot be a folder `out`, because a file is there or above, or by `check_place`."""
     there = next(path for path in (out, *out.absolute().parents) if path.exists())
     if not there.is_dir():
         raise StoreError(f"{there} is a file; expected a folder of checkpoints, or a new path: give another folder")
+    check_place(out, "OUT", there)
 
 
 def nbytes_of(checkpoint: ForeignCheckpoint) -> int:

@@ -55,6 +55,7 @@ def test_bytes_are_those_of_the_arrays(dtype: str, nbytes: int) -> None:
         (["--dtype", "int8"], "bf16, fp32, fp16"),
         (["--threads", "0"], "--threads >= 1"),
         (["--threads", "100000"], "at most 1024"),  # OpenMP ends the process
+        (["--rounds", "0"], "error: expected --rounds of at least 1, got 0\n"),
         (["--numel", "many"], "250M, 64Mi"),
         (["--numel", "0"], "250M, 64Mi"),
         (["--plot", "plot.txt"], ".png"),

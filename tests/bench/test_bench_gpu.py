@@ -85,6 +85,7 @@ def test_without_a_gpu_the_command_is_an_error_that_touches_nothing(tmp_path: Pa
         (("--device", "cpu", "--nbytes", "many"), "many"),
         (("/none/such", "--device", "cpu"), "there is no folder /none/such"),
         (("--device", "cpu", "--output", "/none/such/file"), "there is no folder /none/such"),
+        (("--device", "cpu", "--output", "/proc/gpu"), "--output /proc/gpu cannot be written"),
     ],
 )
 def test_wrong_options_are_refused_before_anything_is_measured(options: tuple[str, ...], words: str) -> None:

@@ -189,13 +189,48 @@ def test_a_terminal_without_a_letter_ends_nothing() -> None:
     assert (done.returncode, done.stdout) == (0, "1 ?s\n"), done.stderr
 
 
-def test_output_that_finds_no_room_is_one_line() -> None:
-    command = "-m offload plan --parameters 1B --layers 4 --gpu 24GB --json".split()
+@pytest.mark.parametrize(
+    ("arguments", "named"),
+    [
+        ("plan --parameters 1B --gpu 24GB --write /proc/out", "--write /proc/out"),
+        ("tune . --config /proc/out", "--config /proc/out"),
+        ("generate none --prompt x --output /proc/out", "--output /proc/out"),
+        ("bench card . --output /proc/out", "--output /proc/out"),
+        ("bench gpu . --device cpu --output /proc/out", "--output /proc/out"),
+        ("replay . --steps 1..2 --certificate /proc/out", "--certificate /proc/out"),
+        ("export . /proc/out", "OUT /proc/out"),
+        ("export . /proc/out.gguf", "OUT /proc/out.gguf"),
+        ("merge . /proc/out", "OUT /proc/out"),
+        ("import . /proc/none/out", "OUT /proc/none/out"),
+        ("convert /proc/1 --moments int8", "the new run beside /proc/1"),
+    ],
+)
+def test_a_place_that_cannot_be_written_is_refused_before_the_work(arguments: str, named: str) -> None:
+    """What there is to work on is not even looked at, and access() lets root write to /proc."""
+    assert refused(*arguments.split()).startswith(f"{named} cannot be written: no file can be made in /proc (")
+
+
+@pytest.mark.parametrize("path", [Path("proof"), Path("../proof"), Path("/mnt/proof")])
+@pytest.mark.parametrize("below", ["", "/file.json"])
+def test_a_full_drive_is_told_with_the_option_that_led_there(
+    path: Path, below: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for name in (str(path), os.path.abspath(path)):
+        echo_error(IoError(f"{name}{below}", 0, 0, errno.ENOSPC, "write"), {"--output": None, "--certificate": path})
+        told = f"error: cannot write --certificate {name}{below}: [Errno 28] No space left on device\n"
+        assert capsys.readouterr().err == told
+    echo_error(IoError("/other/proof", 0, 0, errno.ENOSPC, "write"), {"--certificate": path})
+    assert "--certificate" not in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("arguments", ["plan --parameters 1B --layers 4 --gpu 24GB --json", "--version", "inspect ."])
+def test_output_that_finds_no_room_is_one_line(arguments: str) -> None:
+    """Also where a print only fills the buffer, which Python writes at its end."""
     with Path("/dev/full").open("w") as full:
-        process = warm_process.begin(command, stdout=full, stderr=subprocess.PIPE)
+        process = warm_process.begin(["-m", "offload", *arguments.split()], stdout=full, stderr=subprocess.PIPE)
         _, errors = process.communicate(240)
-    assert process.returncode == 1 and errors is not None, errors
-    assert "No space left" in errors and "Traceback" not in errors, errors
+    assert process.returncode == 1
+    assert errors == "error: cannot write the output: [Errno 28] No space left on device\n"
 
 
 __all__ = ["run_folder"]

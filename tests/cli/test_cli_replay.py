@@ -150,6 +150,8 @@ def test_what_cannot_be_computed_again_is_refused() -> None:
         (("--steps", "x"), "expected steps as 100..120"),
         (("--steps", "4..9"), "log has no line of step 5: expected steps 4 to 9"),
         (("--steps", "3", "--certificate", "log"), "--certificate log must be a new file"),
+        (("--steps", "3", "--certificate", "/proc/proof"), "--certificate /proc/proof cannot be written"),
+        (("--steps", "3", "--certificate", "none/proof"), "--certificate none/proof: there is no folder"),
     ):
         refused = replay(*words)
         assert refused.exit_code == 2 and re.search(message, refused.stderr), refused.output

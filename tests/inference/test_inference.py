@@ -609,7 +609,7 @@ def test_the_static_cache_takes_the_memory_that_was_said() -> None:
         (("score", "{folder}", "--data", "missing"), "there is no data at missing"),
         (("score", "missing", "--data", "{folder}/config.json"), "or OWNER/NAME of a model on the hub"),
         (("score", "{folder}", "--data", "{folder}/config.json", "--batch-size", "0"), "--batch-size is at least 1"),
-        (("score", "{folder}", "--data", "{folder}/config.json", "--output", "/absent/scores"), "its folder does not"),
+        (("score", "{folder}", "--data", "{folder}/config.json", "--output", "/absent/scores"), "there is no folder"),
         (("generate", "{folder}", "--data", "missing", "--raw"), "--raw is for --prompt"),
         (("generate", "{folder}", "--prompt", "a", "--base", "b"), "--base b is the model of an adapter, and"),
         (("generate", "{folder}"), "expected one of --prompt and --data"),

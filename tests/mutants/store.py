@@ -27,6 +27,27 @@ MUTANTS = (
         "tests/store/test_power_cut.py",
     ),
     Mutant(
+        "begin a run anew over its data where its records are missing",
+        "offload.swapper.store.format",
+        "    if len(data) < 2 * PAGE and _is_of_first_drive",
+        "    if data and len(data) < 2 * PAGE and _is_of_first_drive",
+        "tests/store/test_fork.py",
+    ),
+    Mutant(
+        "delete the mark of a deletion while a manifest may come back",
+        "offload.swapper.store.folder",
+        "([*temporary, *FILES[:-2]], [REMOVED])",
+        "([*temporary, *FILES[:-1]],)",
+        "tests/store/test_power_cut.py",
+    ),
+    Mutant(
+        "delete states before their records",
+        "offload.swapper.store.folder",
+        "dst_dir_fd=descriptor)\n        sync(descriptor, folder)\n",
+        "dst_dir_fd=descriptor)\n",
+        "tests/store/test_power_cut.py",
+    ),
+    Mutant(
         "give frozen weights two slots, of which one is written",
         "offload.swapper.store.format",
         "if self.slots_of(unit) > 1 else 0",

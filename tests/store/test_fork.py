@@ -65,16 +65,26 @@ def test_a_fork_goes_on_as_its_origin_does(job: Job, tmp_path: Path) -> None:
     assert_same_tensors(until(tmp_path, 5, job, resume="must"), unbroken.weights)
 
 
-@pytest.mark.parametrize("resume", ["auto", "must", "never"])
-def test_a_fork_whose_records_were_cut_is_damaged_and_no_interrupted_start(resume: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize("gone", [(), ("commit",), ("commit", "blob.0", "blob.1")])
+def test_a_fork_without_its_records_is_damaged_and_no_interrupted_start(gone: tuple[str, ...], tmp_path: Path) -> None:
     """A fork has one commit, as a start that is interrupted in its first one may have."""
     until(tmp_path, 3)
     assert command("fork", tmp_path / "default", "branch").exit_code == 0
-    (tmp_path / "branch" / "rank0" / "commit").write_bytes(b"cut")
+    rank = tmp_path / "branch" / "rank0"
+    (rank / "commit").write_bytes(b"cut")
+    for name in gone:
+        (rank / name).unlink(missing_ok=True)
     before = contents(tmp_path / "branch")
-    with pytest.raises(StoreError, match=r"no commit record with a valid checksum|did not end"):
-        until(tmp_path, 4, run="branch", resume=resume)
+    words = "no commit record with a valid checksum"
+    if gone:
+        words = f"{re.escape(str(rank))}/commit is missing.*`offload rm "
+    for resume in ("auto", "must", "never"):
+        with pytest.raises(StoreError, match=f"{words}|did not end"):
+            until(tmp_path, 4, run="branch", resume=resume)
     assert contents(tmp_path / "branch") == before
+    assert command("verify", tmp_path / "branch").exit_code == 1
+    assert json.loads(command("inspect", tmp_path / "branch", "--json").stdout)["ranks"][0]["damaged"]
+    assert command("rm", tmp_path / "branch", "--yes").exit_code == 0 and not rank.exists()
 
 
 def test_each_kept_step_can_be_forked(tmp_path: Path) -> None:

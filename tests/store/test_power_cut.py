@@ -269,6 +269,27 @@ def test_a_power_cut_while_a_run_begins(just_made: bool, tmp_path: Path, room: P
     expect_none(recorded(tmp_path, 2, queue, work, just_made=just_made), 2, room, 0)
 
 
+@pytest.mark.sample(2)
+@pytest.mark.parametrize("drives", [1, 2])
+@pytest.mark.parametrize("end", ["start_over", "delete"])
+def test_a_power_cut_while_a_run_that_did_not_end_is_deleted(
+    end: str, drives: int, tmp_path: Path, room: Path, queue: IoQueue
+) -> None:
+    """It can be resumed, or nothing is in the way of a start: a deletion does not look like lost records."""
+
+    def work(run: Run) -> None:
+        run.create()
+        for _ in range(2):
+            run.commit()
+            run.update(0)
+        run.commit()
+        getattr(run, end)()
+
+    log = recorded(tmp_path, drives, queue, work)
+    found = [case for case in cases(log[0], 1) if None in case.allowed]
+    assert len(found) > 40 and not list(faults(log, drives, room, found))
+
+
 def test_names_are_synced_behind_a_link_and_above_a_folder_that_may_not_be_read(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -184,6 +184,14 @@ class Run:
         self.store.remove()
         self._note(None)
 
+    def delete(self) -> None:
+        """Does as `offload rm`: no note says that the run has ended."""
+        self._note(self.last, None)
+        self.store.close()
+        remove_run(self.paths[0] / "run")
+        self._note(None)
+        self.store = self._store()
+
     def anything(self, steps: int) -> None:
         """Steps with random updates, commits not after each, a process that ends now and then."""
         for _ in range(steps):

@@ -133,6 +133,58 @@ def test_the_removal_of_a_copy_leaves_the_original(drives: list[Path], tmp_path:
     assert not (tmp_path / "copy" / "default").exists() and verified(drives[0] / "default") == 0
 
 
+def test_a_run_on_two_drives_without_its_records_is_damaged(drives: list[Path]) -> None:
+    a, b = drives
+    (a / "default" / "rank0" / "commit").unlink()
+    before = {path: path.read_bytes() for path in (*a.rglob("*/states"), *b.rglob("*/states"))}
+    for resume in ("auto", "must"):
+        with pytest.raises(StoreError, match="commit is missing"):
+            train(drives, 1, resume=resume)
+    assert len(before) == 2 and {path: path.read_bytes() for path in before} == before
+    assert verified(a / "default") == 1
+
+
+@pytest.mark.parametrize("files", range(8))
+def test_a_deletion_that_was_interrupted_is_completed_or_begun_over(
+    files: int, drives: list[Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """After any file: of a run on two drives, whose records have not been damaged."""
+    unlink, left = os.unlink, files
+
+    def failing(*arguments: Any, **options: Any) -> None:
+        nonlocal left
+        left -= 1
+        if left < 0:
+            raise OSError(errno.EIO, os.strerror(errno.EIO))
+        with_missing_ok(*arguments, **options)
+
+    def with_missing_ok(*arguments: Any, **options: Any) -> None:
+        try:
+            unlink(*arguments, **options)
+        except FileNotFoundError:
+            nonlocal left
+            left += 1
+            raise
+
+    run = drives[0] / "default"
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "unlink", failing)
+        with pytest.raises(OSError, match="Input/output error"):
+            remove_run(run)
+    assert not run_status(drives, "default").exists
+    told = CliRunner().invoke(app, ["verify", str(run)])
+    assert told.exit_code == 2 and "an interrupted deletion of the run has left" in told.output
+    (described,) = json.loads(CliRunner().invoke(app, ["inspect", str(run.parent), "--json"]).stdout)["runs"]
+    assert str(run / "rank0") in described["leftovers"] and not described["ranks"][0]["damaged"]
+    if files % 2:
+        engine = train(drives, 1, resume="auto")
+        assert engine.global_steps == 1
+        engine.destroy()
+        assert verified(run) == 0 and not (run / "rank0" / "removed").exists()
+    remove_run(run)
+    assert not run.exists() and not (drives[1] / "default" / "rank0").exists()
+
+
 def test_a_removal_deletes_by_name(drives: list[Path]) -> None:
     notes = drives[1] / "default" / "rank0" / "notes.txt"
     notes.write_text("mine")

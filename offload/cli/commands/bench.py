@@ -9,7 +9,6 @@ import contextlib
 import importlib.util
 import json
 import logging
-import os
 import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -23,6 +22,7 @@ from offload.cli.console import BAD_INPUT, FAILED, Json, echo, errors, make_tabl
 from offload.cli.options import Command, HelpContext, takes_options
 from offload.cli.signals import signals
 from offload.errors import ConfigError
+from offload.fileio import check_writable
 from offload.notices import folder_to_make
 from offload.options import argument, checked, dtypes, option, switch
 from offload.sizes import format_size, parse_count, parse_size
@@ -47,13 +47,8 @@ def check_plot(path: Path | None) -> None:
     if importlib.util.find_spec("matplotlib") is None:
         raise ConfigError("--plot needs matplotlib: pip install 'offload[bench]'")
     if path.suffix not in (".png", ".svg", ".pdf"):
-        raise ConfigError(f"expected a file that ends in .png, .svg or .pdf, got {path}")
-    folder = path.absolute().parent
-    if not folder.is_dir():
-        raise ConfigError(f"there is no folder {folder_to_make(folder)}")
-    # Access is checked now, so that minutes of measuring are not lost.
-    if path.is_dir() or not os.access(path if path.exists() else folder, os.W_OK):
-        raise ConfigError(f"{path} cannot be written")
+        raise ConfigError(f"--plot: expected a file that ends in .png, .svg or .pdf, got {path}")
+    check_writable(path, "--plot")
 
 
 @bench.command("io", cls=Command)
@@ -110,7 +105,7 @@ def bench_io(
         # `make_plan` turns fio off if fio is not installed.
         if fio and not plan.with_fio:
             console.print("fio is not installed, so there is no ratio to it (Debian: apt install fio)")
-    with errors(FAILED):
+    with errors(FAILED, {"--plot": plot}):
         if plot is not None:
             io.plot(rows, plot)
 
@@ -165,7 +160,7 @@ def bench_adam(
     else:
         titles = ("", "weight", "grad", "moment", "threads", "isa", "ms", "GB/s", "of probe", "Mparam/s")
         console.print(make_table(titles, map(_adam_cells, rows)))
-    with errors(FAILED):
+    with errors(FAILED, {"--plot": plot}):
         if plot is not None:
             adam.plot(rows, plot)
 
@@ -356,8 +351,7 @@ def _check_gpu_options(typed: GpuOptions) -> None:
         raise ConfigError(f"expected --device cuda or cpu, got {typed.device!r}")
     if not Path(typed.folder).is_dir():
         raise ConfigError(f"there is no folder {folder_to_make(typed.folder)}")
-    if not typed.output.absolute().parent.is_dir():
-        raise ConfigError(f"there is no folder {folder_to_make(typed.output.absolute().parent)}")
+    check_writable(typed.output, "--output")
     for name, choices in _CHOICES.items():
         if getattr(typed, name) not in (None, *choices):
             raise ConfigError(
@@ -439,7 +433,7 @@ def bench_train(typed: TrainBenchOptions, json_output: Json = False) -> None:
         console.print(make_table(figures.TITLES, cells, right=1, no_wrap=True))
         for line in figures.remarks(rows, checked.dtype):
             console.print(line, soft_wrap=True)
-    with errors(FAILED):
+    with errors(FAILED, {"--plot": typed.plot}):
         if typed.plot is not None:
             figures.plot(rows, typed.plot)
 
@@ -469,10 +463,8 @@ def bench_card(typed: CardOptions, json_output: Json = False) -> None:
     Example: offload bench card /mnt/nvme --gpu-memory 24GiB
     """
     with errors(BAD_INPUT):
-        if typed.output is not None and not typed.output.absolute().parent.is_dir():
-            raise ConfigError(f"there is no folder {folder_to_make(typed.output.absolute().parent)}")
-        if typed.output is not None and typed.output.is_dir():
-            raise ConfigError(f"--output {typed.output} is a folder: give a file")
+        if typed.output is not None:
+            check_writable(typed.output, "--output")
         limit = _size(typed.gpu_memory)
         from offload.bench import card, card_page
 

@@ -188,7 +188,7 @@ def tune(
             backend = queue.backend
         if config is not None:
             # The check precedes a minute of trials, whose result could not be written otherwise.
-            tuning.check_writable(config, output or config)
+            tuning.check_config(config, output or config)
     with errors(FAILED), signals(), status_line(console) as tell:
         tuned = tuning.tune(paths, backend, parse_size(size), tell=tell)
     if json_output:
@@ -201,7 +201,7 @@ def tune(
         console.print(make_table(("block", "depth", "read GB/s", "write GB/s"), rows))
         console.print(f"of the settings as fast as the best, the one with the least in flight ({tuned.backend}):")
         console.print(json.dumps({"aio": tuned.aio}, indent=2), markup=False)
-    with errors(FAILED):
+    with errors(FAILED, {"--config" if output is None else "--output": output or config}):
         if config is not None:
             tuning.write_config(config, output or config, tuned.aio)
             # A mistyped --config would otherwise go unnoticed.

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import logging
-import os
 import sys
 import time
 from collections.abc import Callable, Iterable, Iterator
@@ -18,7 +17,7 @@ from offload.cli.console import FAILED, Json, errors
 from offload.cli.options import takes_options
 from offload.cli.signals import signals
 from offload.errors import ConfigError, printable
-from offload.fileio import naming_errors
+from offload.fileio import check_place, naming_errors
 from offload.offline.options import ModelOptions
 from offload.options import option, switch
 from offload.sizes import count_of, format_size
@@ -109,7 +108,7 @@ def score(typed: ScoreOptions, json_output: Json = False) -> None:
     Weights are read from the folder's own files, where they lie; nothing else is written than the scores, one JSON
     object a record. All else goes to stderr.
     """
-    with errors(FAILED), signals():
+    with errors(FAILED, {"--output": typed.output}), signals():
         _check_numbers(batch_size=typed.batch_size, micro_batch_size=typed.micro_batch_size, seq_len=typed.seq_len)
         if typed.seq_len == 1:
             raise ConfigError("--seq-len 1 leaves nothing to predict; give 2 or more")
@@ -158,7 +157,7 @@ def generate(typed: GenerateOptions, json_output: Json = False) -> None:
     Weights are read from the folder's own files once for each token of a batch of prompts. With --data each
     continuation is a JSON object on a line of its own. All else goes to stderr.
     """
-    with errors(FAILED), signals():
+    with errors(FAILED, {"--output": typed.output}), signals():
         _check_generation(typed)
         from offload.finetune.corpus.documents import find_data, read_prompts
         from offload.offline.generate import completions, encode_fitting, question
@@ -320,9 +319,7 @@ def _lines(output: Path | None, in_one_object: bool) -> Iterator[tuple[Callable[
         return
     if output.exists():
         raise ConfigError(f"{output} exists already; give --output another name, or delete the file")
-    # Checked now, since the first line creates the file, hours after the start.
-    if not os.access(output.parent, os.W_OK | os.X_OK):
-        raise ConfigError(f"{output} cannot be made: its folder does not exist, or you may not write to it")
+    check_place(output, "--output")  # the first line creates the file, hours after the start
     with contextlib.ExitStack() as opened:
         file: FileIO | None = None
 

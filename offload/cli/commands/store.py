@@ -14,7 +14,7 @@ import typer
 from offload.cli.console import BAD_INPUT, FAILED, Json, echo, errors, make_console
 from offload.cli.signals import signals
 from offload.errors import StoreError, UsageError
-from offload.fileio import atomic_write, real_path
+from offload.fileio import atomic_write, check_place, real_path
 from offload.notices import shell_command
 from offload.options import checked, dtypes
 from offload.sizes import count_of, format_size, parse_rate, parse_size
@@ -138,7 +138,7 @@ def import_(
     from offload.runs.import_checkpoint import check_output, import_checkpoint, nbytes_of, open_foreign
 
     console = make_console(stderr=json_output, highlight=False, soft_wrap=True)
-    with errors(FAILED), signals():
+    with errors(FAILED, {"OUT": out}), signals():
         _check_folder(path)
         check_output(out)
         checkpoint = open_foreign(path, tag)
@@ -189,9 +189,10 @@ def export(
     if format == "gguf":
         _export_gguf(path, out, dtype, tokenizer, console, json_output)
         return
-    with errors(FAILED), signals():
+    with errors(FAILED, {"OUT": out}), signals():
         _check_folder(path)
         check_target(out.absolute())
+        check_place(out, "OUT")
         if format != "safetensors" and (dtype or tokenizer):
             raise UsageError(
                 f"--dtype and --tokenizer are of safetensors; {format} has masters in fp32: leave them out"
@@ -224,13 +225,14 @@ def export(
 def _export_gguf(
     path: Path, out: Path, dtype: str | None, tokenizer: Path | None, console: Console, json_output: bool
 ) -> None:
-    with errors(FAILED), signals():
+    with errors(FAILED, {"OUT": out}), signals():
         _check_folder(path)
         if dtype is not None:
             raise UsageError("--dtype is for a run; a GGUF file has the dtype of the model's files: leave it out")
         from offload.offline.gguf import GgufPlan, check_file
 
         check_file(out.absolute())
+        check_place(out, "OUT")
         plan = GgufPlan.of(path, tokenizer)
         with _bar(console, plan.nbytes) as progress:
             plan.write(out.absolute(), progress)
@@ -252,12 +254,13 @@ def merge(
     Example: offload merge ./adapter ./my-llama
     """
     console = make_console(stderr=json_output, highlight=False, soft_wrap=True)
-    with errors(FAILED), signals():
+    with errors(FAILED, {"OUT": out}), signals():
         from offload.offline.merge import MergePlan
         from offload.runs.export import check_target
 
         _check_folder(adapter)
         check_target(out.absolute())
+        check_place(out, "OUT")
         plan = MergePlan.of(adapter, base)
         with _bar(console, plan.nbytes) as progress:
             notices = plan.write(out, progress)
@@ -301,6 +304,7 @@ def convert(
             raise StoreError("expected --moments or --master, or both, got neither")
         if run is not None:
             load_config({"offload": {"run": run}})  # a run of another name could not be resumed
+        check_place(path, "the new run beside")
         with IoQueue() as queue:
             with closing(StoreSource(path, queue)) as source:
                 plan(source, path, forms, run)  # what cannot be done is said before everything is read
@@ -409,10 +413,12 @@ def replay(
 
     logging.getLogger("offload").setLevel(logging.ERROR)
     placement = {"offload_param": offload_param, "offload_optimizer": offload_optimizer}
-    with errors(FAILED), signals():
+    with errors(FAILED, {"--certificate": certificate}), signals():
         wanted = parse_steps(steps)
-        if certificate is not None and (certificate.exists() or not certificate.absolute().parent.is_dir()):
-            raise UsageError(f"--certificate {certificate} must be a new file in a folder that exists")
+        if certificate is not None:
+            if certificate.exists():
+                raise UsageError(f"--certificate {certificate} must be a new file: it exists already")
+            check_place(certificate, "--certificate")
         with IoQueue() as queue:
             proof = compute(
                 path,

@@ -26,7 +26,7 @@ from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeRemaining
 from rich.table import Column
 from rich.text import Text
 
-from offload.cli.console import BAD_INPUT, FAILED, code_of, make_table
+from offload.cli.console import BAD_INPUT, FAILED, code_of, make_table, with_option
 from offload.cli.signals import AT_ONCE, ENDING, exit_on_signal, handlers, in_finalizer
 from offload.errors import ConfigError, IoError, OffloadError, is_damage, naming_memory, printable
 from offload.fileio import atomic_write
@@ -90,7 +90,7 @@ class StepLog:
             last = last or len(self._waiting) > _MOST_WAITING or not stat.S_ISREG(os.fstat(descriptor).st_mode)
             if last or not self._warned:
                 then = "its last lines are missing" if last else "training continues, and its lines wait for room"
-                self._say(f"warning: cannot write the log {self._path}: {error.strerror}; {then}")
+                self._say(f"warning: cannot write --log {self._path}: {error.strerror}; {then}")
             self._warned = True
         if last:
             self._file.close()
@@ -255,7 +255,8 @@ class Stopped(KeyboardInterrupt):
 
 
 def _quit(error: BaseException, code: int, options: Options) -> NoReturn:
-    print(f"error: {printable(in_options(str(error), options))}", file=sys.stderr)
+    named = {"--log": options.log, "--output": options.output}
+    print(f"error: {printable(with_option(in_options(str(error), options), named))}", file=sys.stderr)
     raise typer.Exit(code)
 
 

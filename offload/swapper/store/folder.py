@@ -42,7 +42,10 @@ from offload.sizes import MIB, PAGE
 # -- rank folder ---------------------------------------------------------------------------------------
 
 
-FILES = ("commit", "states", "blob.0", "blob.1", "suspect", "undo", "budget", "manifest.json", "lock")
+REMOVED = "removed"
+"""Name that the commit file gets when the deletion of a store begins: from then on none of its records counts."""
+
+FILES = ("commit", "states", "blob.0", "blob.1", "suspect", "undo", "budget", "manifest.json", REMOVED, "lock")
 """Names of all files that a rank's folder may hold, the lock last. The temporary file of a replacement is `*.tmp`."""
 
 _IN_RANK = {*FILES, *(f"{name.partition('.')[0]}.tmp" for name in FILES)}
@@ -289,16 +292,46 @@ def sync_names(folder: Path) -> None:
             sync_folder(here)
 
 
-def remove_files(folder: Path) -> None:
-    """Deletes a store's files in a rank's folder, and the folder itself unless other files are in it."""
+def begin_removal(folder: Path) -> None:
+    """Gives up all commits of a store at once and durably, by another name of the commit file. Repeats may follow.
+
+    `folder` is the rank's folder on the first drive; on another drive, without a commit file, nothing is done. A kill
+    or a power cut leaves either all records or none, and needs no room on a full drive.
+    """
+    with inner_folder(folder, 2) as descriptor, contextlib.suppress(FileNotFoundError, IsADirectoryError):
+        os.replace("commit", REMOVED, src_dir_fd=descriptor, dst_dir_fd=descriptor)
+        sync(descriptor, folder)
+
+
+def removal_begun(folder: Path) -> bool:
+    """Returns True if a deletion has left the files in a rank's folder; False as well if it cannot be read."""
+    try:
+        return not is_there(folder / "commit") and is_there(folder / REMOVED)
+    except OSError:
+        return False
+
+
+def remove_all_but_lock(folder: Path) -> None:
+    """Deletes durably a store's files in a rank's folder, which another start may use while its lock is held.
+
+    After `begin_removal` a kill or a power cut leaves no manifest without the mark of the deletion.
+    """
+    begin_removal(folder)
     with inner_folder(folder, 2) as descriptor:
         temporary = [name for name in os.listdir(descriptor) if name.endswith(".tmp")]
-        # The manifest is deleted near the end, since it names the owner of these files. The lock is deleted last: once
-        # its name is gone, another process may lock the folder and write new files.
-        for name in (*temporary, *FILES):
-            with contextlib.suppress(FileNotFoundError, IsADirectoryError):
-                os.unlink(name, dir_fd=descriptor)
-        sync(descriptor, folder)
+        # The manifest is deleted near the end, since it names the owner of these files.
+        for names in ([*temporary, *FILES[:-2]], [REMOVED]):
+            for name in names:
+                with contextlib.suppress(FileNotFoundError, IsADirectoryError):
+                    os.unlink(name, dir_fd=descriptor)
+            sync(descriptor, folder)
+
+
+def remove_files(folder: Path) -> None:
+    """Deletes a store's files in a rank's folder, and the folder itself unless other files are in it."""
+    remove_all_but_lock(folder)
+    # The lock is deleted last: once its name is gone, another process may lock the folder and write new files.
+    unlink(folder / "lock")
     with inner_folder(folder.parent, 1) as run, contextlib.suppress(OSError):
         # Fails if other files are in the folder. The folder then stays.
         os.rmdir(folder.name, dir_fd=run)

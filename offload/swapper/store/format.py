@@ -31,7 +31,7 @@ from offload.notices import shell_command
 from offload.records import anything, fields, flag, maybe, read, rows, table, text, whole
 from offload.sizes import MIB, PAGE, count_of
 from offload.states import State
-from offload.swapper.store.folder import cut_short, read_whole, write_in_place
+from offload.swapper.store.folder import cut_short, read_whole, removal_begun, write_in_place
 
 if TYPE_CHECKING:
     import torch
@@ -230,16 +230,27 @@ def was_committed(folder: Path) -> bool:
 
     The first commit is complete before the second commit writes blob 1 and then page 1. So the first commit was
     interrupted if page 0 is invalid while blob 1 and page 1 are empty. A page of another format counts as a commit. So
-    does a commit file that was cut: a start writes both pages before the manifest. Raises `IoError` if a file exists
-    and cannot be read, because the file may hold a commit.
+    does a commit file that was cut or is missing beside a manifest: a start writes both pages before the manifest, and
+    a deletion leaves its mark until the manifest is gone. Raises `IoError` if a file exists and cannot be read, because
+    the file may hold a commit.
     """
     data = read_if_any(folder / "commit")
-    if len(data) < 2 * PAGE and (folder / "commit").exists() and (folder / "manifest.json").exists():
+    if removal_begun(folder):
+        return False
+    if len(data) < 2 * PAGE and _is_of_first_drive(read_if_any(folder / "manifest.json")):
         return True
     records = unpack_records(data)
     if records.valid or 1 in records.invalid_pages or records.other_format is not None:
         return True
     return any(read_if_any(folder / "blob.1")[:8])
+
+
+def _is_of_first_drive(manifest: bytes) -> bool:
+    """Returns True for the bytes of a first drive's manifest, and of a damaged one; False for another drive's."""
+    try:
+        return bool(manifest) and not read(manifest, fields({}, {"drive": whole()})).get("drive")
+    except ValueError:
+        return True
 
 
 def read_if_any(path: Path) -> bytes:

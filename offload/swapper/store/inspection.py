@@ -19,7 +19,15 @@ from offload.fileio import inner_opener, inner_status, open_inner
 from offload.records import fields, read
 from offload.sizes import PAGE
 from offload.swapper.store import format
-from offload.swapper.store.folder import FILES, FINISHED, RESHARDED, folders_aside, rank_number, read_whole
+from offload.swapper.store.folder import (
+    FILES,
+    FINISHED,
+    RESHARDED,
+    folders_aside,
+    rank_number,
+    read_whole,
+    removal_begun,
+)
 from offload.swapper.store.format import (
     FORMATS,
     Blob,
@@ -157,8 +165,9 @@ def is_run(folder: Path) -> bool:
 def leftovers(run: Path, all_rank_files: Sequence[RankFiles]) -> list[str]:
     """Returns files and folders of a run that nothing reads.
 
-    These are temporary files of interrupted replacements, folders of ranks beyond the world size, and folders of a
-    change of the number of ranks. The latter are needed only while the note of the change exists.
+    These are temporary files of interrupted replacements, folders whose deletion was interrupted, folders of ranks
+    beyond the world size, and folders of a change of the number of ranks. The latter are needed only while the note of
+    the change exists.
     """
     places = {run, *(folder for rank_files in all_rank_files for folder in rank_files.folders)}
     left = [str(path) for place in places for path in place.glob("*.tmp")]
@@ -167,7 +176,8 @@ def leftovers(run: Path, all_rank_files: Sequence[RankFiles]) -> list[str]:
     sizes = [rank_files.manifest.spec.ranks for rank_files in all_rank_files if rank_files.manifest is not None]
     if sizes:
         left += [str(rank_files.folder) for rank_files in all_rank_files if rank_files.rank >= max(sizes)]
-    return sorted(left)
+    left += [str(rank_files.folder) for rank_files in all_rank_files if removal_begun(rank_files.folder)]
+    return sorted(set(left))
 
 
 def look(folder: Path) -> RankFiles:
@@ -192,6 +202,10 @@ def _look(folder: Path) -> RankFiles:
         known = f"{FORMATS[0]} to {FORMATS[-1]}"
         words = f"format {version}, made by offload {made_by(notes)}; this version reads format {known}"
         return RankFiles(folder, rank, (), None, 0, words, ())
+    if removal_begun(folder):  # nothing of it is needed, so nothing is missing; its manifest names the other drives
+        with contextlib.suppress(StoreError):
+            return RankFiles(folder, rank, (), read_manifest(folder / "manifest.json"), 0, None, ())
+        return RankFiles(folder, rank, (), None, 0, None, ())
     # Only the first drive contains a commit file. On another drive the manifest names the drive.
     drive = 0 if (folder / "commit").exists() else place_of(folder)[1]
     commits, wrong = ((), []) if drive else _commits(folder)

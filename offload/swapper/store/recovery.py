@@ -141,6 +141,13 @@ def find_newest(
     if not records:
         if file_records.other_format is not None:
             read_manifest(folder / "manifest.json")  # raises the error that names the format and its version
+        if not is_there(folder / "commit"):
+            raise StoreError(
+                f"{folder / 'commit'} is missing, which alone says where the newest states are: the run cannot be "
+                f"resumed, fork a step that it has kept (`{shell_command('log', folder.parent)}` lists them), or go "
+                f"back to a checkpoint; `{shell_command('rm', folder.parent)}` deletes what is left",
+                damaged=True,
+            )
         raise StoreError(
             f"{folder} contains no commit record with a valid checksum: the run cannot be resumed, go back to a "
             "checkpoint",

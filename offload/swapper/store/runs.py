@@ -18,6 +18,7 @@ from offload.swapper.store.folder import (
     FINISHED,
     RESHARDED,
     Lock,
+    begin_removal,
     check_owner,
     folders_aside,
     holder,
@@ -199,6 +200,8 @@ def remove_run(path: Path) -> Removal:
         for folder in removal.folders:
             if folder not in ranks and folder.is_dir():
                 locks.enter_context(Lock(folder, "delete"))
+        for folder in removal.folders:  # all of them first: no drive is missing from commits that still count
+            begin_removal(folder)
         for folder in reversed(removal.folders):
             remove_files(folder)
         for file in removal.files:

@@ -40,10 +40,12 @@ from offload.swapper.store.drives import Shortage, find_drive_shortage, find_sho
 from offload.swapper.store.folder import (
     STAGED,
     RunNotes,
+    begin_removal,
     clone_range,
     close_in_children,
     copy_range,
     lock_folders,
+    remove_all_but_lock,
     remove_files,
     reserve_blobs,
     sync_names,
@@ -172,18 +174,13 @@ class SwapFiles:
     def _forget(self) -> None:
         """Deletes the files of an earlier start, records before the files they name. Notes of the run's end stay.
 
-        A kill before the records are deleted leaves a run that can be resumed; a later kill leaves files that the next
+        A kill before the records are given up leaves a run that can be resumed; a later kill leaves files that the next
         call deletes.
         """
-        first = self.folders[0]
-        for name in ("commit", "blob.1"):
-            unlink(first / name)
-            sync_folder(first)
-        sync_folder(first.parent)
+        begin_removal(self.folders[0])
+        sync_folder(self.folders[0].parent)
         for folder in reversed(self.folders):  # the first drive last: its manifest identifies the others' store
-            for name in ("blob.0", "states", "suspect", "undo", "budget", "manifest.json"):
-                unlink(folder / name)
-            sync_folder(folder)
+            remove_all_but_lock(folder)
 
     def _raise_if_short(self, short: Shortage | None) -> None:
         if short is not None:
@@ -279,6 +276,8 @@ class SwapFiles:
 
         The caller holds the locks: another process may start the run again once they are released.
         """
+        with contextlib.suppress(OSError):
+            begin_removal(self.folders[0])
         for folder in reversed(self.folders):  # the first drive last: its manifest identifies the others' store
             with contextlib.suppress(OSError):
                 remove_files(folder)
