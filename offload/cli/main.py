@@ -167,6 +167,7 @@ def main() -> None:
         _flush()
         raise
     except (OSError, BudgetError) as error:  # usually a full disk behind stdout, or a limit of memory
+        # What could not be written waits in the buffer: the flush below reports it.
         if not (isinstance(error, IoError) and error.path == "the output"):
             echo_error(error)
         _flush()
