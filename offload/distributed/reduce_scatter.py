@@ -12,8 +12,10 @@ With several replicas of the model, each replica reduces its own gradients, and 
                                     the last one is reduced; if the buckets have the dtype of sums
 
 A unit is reduced when the backward has given gradients of all its parameters, when a gradient of another unit arrives,
-or when the backward ends. A unit in a bucket is also reduced when a second gradient of a parameter arrives. All other
-gradients are reduced before the step, or before a gradient is read. Ranks need not reach this moment together, nor have
+or when the backward ends. A unit in a bucket is also reduced when a second gradient of a parameter arrives. The sum of
+a step is not reduced beside another unit's gradient while it contains a parameter whose last gradient is to come: in
+two parts it would be rounded twice, and otherwise than where micro-batches take turns. All other gradients are reduced
+before the step, or before a gradient is read. Ranks need not reach this moment together, nor have
 gradients of the same parameters (see `agreement`). The sum of a step is sent by all ranks together, also by those whose
 last micro-batch leaves out the unit.
 
@@ -295,8 +297,8 @@ class ReduceScatterAccumulator(GradientAccumulator):
         self._held: dict[int, _Held] = {}
         """Gradients that are not reduced, by unit."""
         self._unit = -1
-        self._filled: set[int] = set()
-        """Segments of `_unit` that have a gradient of this backward."""
+        self._filled: list[set[int]] = [set() for _ in layouts]
+        """Segments of each unit that have a gradient of this backward, not yet reduced."""
         self._wanted = [
             {p for p, s in enumerate(layout.segments) if s.trainable and s.numel and layout.computes(s, part)}
             for layout, part in zip(layouts, parts, strict=True)
@@ -325,8 +327,12 @@ class ReduceScatterAccumulator(GradientAccumulator):
             self._aside.append((unit, segment, gradient, self._device.record_event()))
             return
         # In a bucket, a parameter's second gradient must not overwrite its first.
-        while self._unit >= 0 and (self._unit != unit or (segment in self._filled and not adds_up)):
-            self._reduce()
+        while self._unit >= 0 and (self._unit != unit or (segment in self._filled[unit] and not adds_up)):
+            if self._adds_up and not self._held[self._unit].segments <= self._filled[self._unit]:
+                # Sent now, sums of earlier micro-batches would round apart from this one's gradients, which come later.
+                self._unit = -1
+            else:
+                self._reduce()
         unit_sum = self._held.get(unit) or self._hold(unit)
         first = self._starts[unit][segment]
         values = unit_sum.memory[first : first + place.numel]
@@ -339,8 +345,8 @@ class ReduceScatterAccumulator(GradientAccumulator):
         if not last:
             return
         self._unit = unit
-        self._filled.add(segment)
-        if self._filled == self._wanted[unit]:
+        self._filled[unit].add(segment)
+        if self._filled[unit] == self._wanted[unit]:
             self._reduce()
 
     def _sums(self) -> tuple[bool, bool]:
@@ -370,6 +376,7 @@ class ReduceScatterAccumulator(GradientAccumulator):
         unit_sum = self._held.pop(unit, None)
         if unit_sum is not None:
             self._room[unit].append(unit_sum.memory.view(torch.uint8))
+            self._filled[unit] = set()
 
     def _reduce(self) -> None:
         """Reduces the unit under way, and starts the copies of small results that were set aside."""
@@ -432,7 +439,8 @@ class ReduceScatterAccumulator(GradientAccumulator):
             present = ((starts[index], starts[index] + layout.segments[index].numel) for index in unit_sum.segments)
             zero_between(sent[: layout.gradient_numel], present)
             if unit == self._unit:
-                self._unit, self._filled = -1, set()
+                self._unit = -1
+            self._filled[unit] = set()
             del self._held[unit]
             rows = sent[: mesh.shards * len(part)].view(mesh.shards, len(part))
             rows = self._memory.send(rows, self._sent[unit])
@@ -560,7 +568,7 @@ class ReduceScatterAccumulator(GradientAccumulator):
         super().clear()
         for unit in list(self._held):  # also of units that an update reads
             self._release(unit)
-        self._unit, self._filled, self._aside = -1, set(), []
+        self._unit, self._aside = -1, []
         self._seen = [set() for _ in self._layouts]
 
     def close(self) -> None:

@@ -377,24 +377,53 @@ def test_gradients_may_be_read_replaced_and_dropped_between_micro_batches(ranks:
         rounding_bounds.same_training(left, right, SUMS, reordered=True)
 
 
-def train_in_turns(schedule: str, folder: Path) -> tuple[dict[str, torch.Tensor], int]:
-    """Returns the weights, and the reductions of all steps."""
-    engine = start(SUMS, ("cpu", "cpu"), folder, schedule=schedule)
+class Chain(nn.Sequential):
+    """More layers than a small arena holds."""
+
+    def __init__(self) -> None:
+        super().__init__(*(nn.Linear(32, 32) for _ in range(8)))
+
+
+def chain_loss(model: nn.Module, step: int, micro: int) -> torch.Tensor:
+    seed = 8 * step + micro + 100 * rank_and_size()[0]
+    rows = torch.randn(2, 32, generator=torch.Generator().manual_seed(seed))
+    loss: torch.Tensor = model(rows).pow(2).mean()
+    return loss
+
+
+class Around(Chain):
+    """Two parameters of one unit: the first is used before all layers, the last after them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.last = (nn.Parameter(torch.linspace(0.5, end, 32)) for end in (1, 2))
+
+    def forward(self, rows: torch.Tensor) -> torch.Tensor:
+        result: torch.Tensor = super().forward(rows + self.first) * self.last
+        return result
+
+
+def train_in_turns(job: Job, schedule: str, folder: Path) -> tuple[Result, int]:
+    """Returns the result, and the reductions of all steps."""
+    engine = start(job, ("cpu", "cpu"), folder, schedule=schedule)
     assert engine.schedule == schedule
-    for step in range(SUMS.steps):
-        engine.accumulate(range(SUMS.accumulation), functools.partial(SUMS.loss, engine, step))
-        engine.step()
+    result = trained(engine, job, accumulated_step)
     reductions = engine.communication().gradients.collectives
-    weights = weights_of(engine)
     engine.destroy(remove=True)
-    return weights, reductions
+    return result, reductions
 
 
-def test_micro_batches_that_take_turns_change_no_bit(ranks: RankPool, tmp_path: Path) -> None:
-    (one_by_one, reductions), _ = ranks.run(train_in_turns, "micro_batch_major", tmp_path)
-    (in_turns, as_many), _ = ranks.run(train_in_turns, "layer_major", tmp_path)
-    assert_same_tensors(one_by_one, in_turns)
-    assert reductions == as_many == SUMS.steps * len(find_units(SUMS.model()).units)
+@pytest.mark.parametrize(
+    ("job", "parts"),
+    [(SUMS, 0), (SUMS._replace(model=Around, loss=chain_loss, optimizer="SGD", lr=0.1), 1)],
+    ids=["gpt2", "around"],
+)
+def test_micro_batches_that_take_turns_change_no_bit(job: Job, parts: int, ranks: RankPool, tmp_path: Path) -> None:
+    """In turns, `parts` units a step are sent in two parts: all sums of one parameter before those of the other."""
+    (one_by_one, reductions), _ = ranks.run(train_in_turns, job, "micro_batch_major", tmp_path)
+    (in_turns, as_many), _ = ranks.run(train_in_turns, job, "layer_major", tmp_path)
+    assert_same(one_by_one, in_turns)
+    assert reductions == as_many - job.steps * parts == job.steps * len(find_units(job.model()).units)
 
 
 def gathers_of_steps(stage: int, folder: Path) -> tuple[list[int], dict[str, torch.Tensor]]:
@@ -410,19 +439,6 @@ def gathers_of_steps(stage: int, folder: Path) -> tuple[list[int], dict[str, tor
     weights = weights_of(engine)
     engine.destroy(remove=True)
     return gathers, weights
-
-
-class Chain(nn.Sequential):
-    """More layers than a small arena holds."""
-
-    def __init__(self) -> None:
-        super().__init__(*(nn.Linear(32, 32) for _ in range(8)))
-
-
-def chain_loss(model: nn.Module, step: int, micro: int) -> torch.Tensor:
-    rows = torch.randn(2, 32, generator=torch.Generator().manual_seed(8 * step + micro))
-    loss: torch.Tensor = model(rows).pow(2).mean()
-    return loss
 
 
 def test_stages_1_and_2_gather_each_weight_once_a_step_and_stage_3_for_each_use(
