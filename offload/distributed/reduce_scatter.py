@@ -296,6 +296,8 @@ class ReduceScatterAccumulator(GradientAccumulator):
         """Event after the compute that has added up the last exchange."""
         self._held: dict[int, _Held] = {}
         """Gradients that are not reduced, by unit."""
+        self._reduced = False
+        """True if ranks have reduced gradients that no step has taken, or may have."""
         self._unit = -1
         self._filled: list[set[int]] = [set() for _ in layouts]
         """Segments of each unit that have a gradient of this backward, not yet reduced."""
@@ -423,7 +425,7 @@ class ReduceScatterAccumulator(GradientAccumulator):
         calls this at the same time. Where each rank adds up a step, all ranks contribute their sums.
         """
         part, ranks = self._parts[unit], self._sharing[unit]
-        mesh = ranks.mesh
+        mesh, self._reduced = ranks.mesh, True
         # A rank whose last micro-batch leaves out this unit never asks for its sum. Sent later, it would round apart.
         holders = range(self._ranks.size) if self._adds_up else holders
         sends = self._ranks.rank in holders
@@ -544,6 +546,7 @@ class ReduceScatterAccumulator(GradientAccumulator):
     def give(self, units: Sequence[int]) -> None:
         assert not self._under_way, "all was added up when the norm was known"
         super().give(units)
+        self._reduced = False
         for unit in units:
             self._seen[unit] = set()
 
@@ -554,18 +557,23 @@ class ReduceScatterAccumulator(GradientAccumulator):
         self._release(unit)
 
     def forget(self) -> None:
-        """Waits until every rank is about to drop its gradients, and then drops those of this rank.
+        """Drops the gradients of this rank; first waits until every rank is about to, if any gradient was reduced.
 
-        A rank that has contributed no gradients returns at once, and keeps its partition of other ranks' gradients.
+        All ranks take part in a reduction, so all wait or none, whatever each has contributed by then.
         """
-        if self._unit >= 0 or any(self._seen):
+        if self._reduced:
             self._rounds.forget()
-            self.clear()
+        self.clear()
+
+    def fail_in_turns(self) -> None:
+        # Ranks fail at other places of their micro-batches, so that one may have reduced what another has not yet.
+        self._reduced = True
 
     def clear(self) -> None:
         """Drops all gradients that no update has taken, also those that are not reduced."""
         self._drop_received()
         super().clear()
+        self._reduced = False
         for unit in list(self._held):  # also of units that an update reads
             self._release(unit)
         self._unit, self._aside = -1, []

@@ -293,6 +293,7 @@ class EngineCore(EngineCallbacks):
                     yield
             except BaseException:
                 # Some units have gradients of all micro-batches now, others of none: no loop could continue with that.
+                self.components.gradients.fail_in_turns()
                 if not self.components.pager.failed and self.components.world.everyone.alone:
                     with contextlib.suppress(OffloadError):
                         self.forget_gradients()

@@ -1072,6 +1072,9 @@ class GradientAccumulator:
         """Drops every gradient that no update has taken, on all ranks together."""
         self.clear()
 
+    def fail_in_turns(self) -> None:
+        """Receives that micro-batches that take turns have failed. Their gradients stay until `forget`."""
+
     def clear(self) -> None:
         """Drops every gradient that no update has taken, on this rank alone."""
         self.downloads.drain()

@@ -160,6 +160,20 @@ MUTANTS = (
         "tests/ranks/test_ranks.py",
     ),
     Mutant(
+        "send the sum of a step in two parts",
+        "offload.distributed.reduce_scatter",
+        "            if self._adds_up and not self._held",
+        "            if False and not self._held",
+        "tests/ranks/test_ranks.py",
+    ),
+    Mutant(
+        "let ranks that fail in turns drop gradients at other times",
+        "offload.distributed.reduce_scatter",
+        " what another has not yet.\n        self._reduced = True\n",
+        " what another has not yet.\n        pass\n",
+        "tests/ranks/test_ranks.py",
+    ),
+    Mutant(
         "round a sum when an earlier micro-batch is added late",
         "offload.distributed.reduce_scatter",
         "mean, exchange.complete)",

@@ -323,6 +323,38 @@ def test_parameters_of_some_micro_batches_and_ranks(ranks: RankPool, tmp_path: P
             rounding_bounds.same_training(left, right, UNEVEN, reordered=True)
 
 
+def train_again(job: Job, schedule: str, folder: Path) -> Result:
+    """Fails on all ranks in the first micro-batch of each step, drops all gradients, and makes the step again."""
+    failed = set[int]()
+
+    def loss(model: nn.Module, step: int, micro: int) -> torch.Tensor:
+        value = job.loss(model, step, micro)
+        if micro == 0 and step not in failed:
+            failed.add(step)
+            raise ValueError
+        return value
+
+    def step_again(engine: Any, job: Job, step: int) -> float:
+        with pytest.raises(ValueError):
+            accumulated_step(engine, job, step)
+        engine.zero_grad()
+        return accumulated_step(engine, job, step)
+
+    engine = start(job, MEMORY, folder, schedule=schedule)
+    result = trained(engine, job._replace(loss=loss), step_again)
+    engine.destroy(remove=True)
+    return result
+
+
+@pytest.mark.parametrize("stage", [1, 3])
+def test_a_step_that_fails_on_all_ranks_is_made_again(stage: int, ranks: RankPool, tmp_path: Path) -> None:
+    """Some ranks have contributed gradients by then, and some have not."""
+    job = UNEVEN._replace(stage=stage, steps=3)
+    expected = ranks.run(train_by_schedule, job, "layer_major", tmp_path)
+    for left, right in zip(ranks.run(train_again, job, "layer_major", tmp_path), expected, strict=True):
+        assert_same(left, right)
+
+
 # -- between micro-batches ----------------------------------------------------------------------------
 
 
