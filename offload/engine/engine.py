@@ -760,7 +760,7 @@ class Engine(ModelEngine):
                 )
             )
             raise UsageError(f"backward got a loss that does not depend on any trainable parameter{why}")
-        self._core.components.schedule.check_backward()
+        self._core.components.schedule.begin_backward()
         divided = loss / self._settings.accumulation if scale_wrt_gas else loss
         scaled = self.scale(divided)
         self._core.run_backward(lambda: scaled.backward(retain_graph=retain_graph))

@@ -106,8 +106,8 @@ class PassSchedule(Extension):
     def ran_by_itself(self) -> None:
         """Receives that the user's loop has run one of several micro-batches of a step by itself."""
 
-    def check_backward(self) -> None:
-        """Raises `UsageError` if this schedule runs the backwards, so that the user must not."""
+    def begin_backward(self) -> None:
+        """Receives that a backward begins. Raises `UsageError` if this schedule runs the backwards itself."""
 
     def begin_step(self, count: int, micro_batches: int, access: ParamAccess) -> None:
         """Completes the gradients of a step before `step()` reads them.

@@ -47,7 +47,7 @@ class StageRun(PassSchedule):
             for index in stages.indices
         ]
 
-    def check_backward(self) -> None:
+    def begin_backward(self) -> None:
         raise UsageError(
             "this engine has stages of a pipeline, whose backwards a schedule runs: make one of "
             "torch.distributed.pipelining over engine.pipeline_stages(), call its step(...), and engine.step()"

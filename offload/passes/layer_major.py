@@ -13,7 +13,8 @@ there. Hooks on the blocks are the borders: a forward waits before each block an
 backward waits before the autograd node that has made a block's output, or the input of a list. The schedule knows
 nothing else of the model: computations between blocks run with the preceding block. The micro-batch at the earliest
 border runs next. So a micro-batch that leaves out a block waits for the other micro-batches, and each block receives
-its micro-batches in order.
+its micro-batches in order. One that leaves out the last block waits for them before its backward. One that uses no
+block of a list meets no border there: what is before the list has its gradients with what is behind it.
 
 In the first step the modules are watched during the first micro-batch's forward, for which all others wait. A model
 that keeps values on its modules between blocks (`ModuleState`) must not let micro-batches take turns. If the first
@@ -617,7 +618,8 @@ class LayerMajor(PassSchedule):
 
         def before(called: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
             if called is module:
-                begins = self._local.border.block % 1 != 0 or self._local.border is START
+                before_it = self._local.border.block
+                begins = before_it % 1 != 0 or not first <= before_it < number
                 self._wait_in_forward(number)
                 if begins:  # code before the blocks also takes micro-batches in order
                     self._mark((args, kwargs), first - _END)
@@ -631,6 +633,13 @@ class LayerMajor(PassSchedule):
         pre, post = outside_of_compiled_code(before), outside_of_compiled_code(after)
         self._removers.append(module.register_forward_pre_hook(pre, prepend=True, with_kwargs=True).remove)
         self._removers.append(module.register_forward_hook(post).remove)
+
+    def begin_backward(self) -> None:
+        # A micro-batch that leaves out the last block has not waited behind it. What follows the blocks must have its
+        # gradients in the order of the micro-batches too.
+        end = len(self._blocks) - 1 + _END
+        if self._local.border.block < end:
+            self._wait_in_forward(end)
 
     def _wait_in_forward(self, block: float) -> None:
         """Waits at a border of the forward. A recomputation, that is a forward in a backward, does not wait."""

@@ -31,7 +31,17 @@ from offload.swapper.memory.device import DeviceRoom
 from tests.device.module import mem_get_info
 from tests.support import models
 from tests.support.devices.late_device import LateDevice, use_device
-from tests.support.oracle import Job, accumulated_step, assert_same_tensors, room_for, start, train_step, weights_of
+from tests.support.oracle import (
+    Job,
+    accumulated_step,
+    assert_same,
+    assert_same_tensors,
+    room_for,
+    start,
+    train_step,
+    trained,
+    weights_of,
+)
 from tests.support.param_states import gpt2
 from tests.support.ranks.rank_jobs import language_rows_loss
 from tests.support.ranks.rank_pool import RankPool
@@ -95,6 +105,40 @@ def test_one_forward_shows_that_micro_batches_may_take_turns(caches: bool, tmp_p
     behind_one = [(0, 0), (0, 1), *((micro, block) for block in range(2) for micro in (1, 2))]
     one_by_one = [(micro, block) for micro in range(3) for block in range(2)]
     assert orders == [one_by_one if caches else behind_one, turns]
+
+
+class Towers(nn.Module):
+    """Two lists of blocks, with layers before, between and behind them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.around = nn.ModuleDict({name: nn.Linear(16, 16) for name in ("before", "between", "behind")})
+        self.first, self.second = (nn.ModuleList(nn.Linear(16, 16) for _ in range(2)) for _ in range(2))
+
+    def forward(self, hidden: torch.Tensor, left_out: set[int]) -> torch.Tensor:
+        hidden = self.around["before"](hidden)
+        for number, block in enumerate(self.first):
+            hidden = hidden if number in left_out else torch.tanh(block(hidden))
+        hidden = self.around["between"](hidden)
+        for number, block in enumerate(self.second, 2):
+            hidden = hidden if number in left_out else torch.tanh(block(hidden))
+        return self.around["behind"](hidden)
+
+
+@pytest.mark.parametrize("left_out", [{0}, {1}, {2}, {3}, {1, 2}, {1, 3}], ids=str)
+def test_a_micro_batch_that_leaves_out_blocks_changes_no_bit(left_out: set[int], tmp_path: Path) -> None:
+    def loss(model: nn.Module, step: int, micro: int) -> torch.Tensor:
+        rows = torch.randn(4, 16, generator=torch.Generator().manual_seed(8 * step + micro))
+        return model(rows, left_out if micro == 2 else set()).square().mean()
+
+    results = []
+    for schedule in (MICRO_BATCH_MAJOR, LAYER_MAJOR):
+        job = Job(Towers, loss, accumulation=3, steps=3)
+        engine = start(job, ("cpu", "cpu"), tmp_path, schedule=schedule)
+        assert engine.schedule == schedule
+        results.append(trained(engine, job, accumulated_step))
+        engine.destroy(remove=True)
+    assert_same(*results)
 
 
 @pytest.mark.parametrize("schedule", ["auto", "layer_major"])
