@@ -149,9 +149,9 @@ class _Call:
                 yield
             finally:
                 self._put_generators(outside)
-                with torch.no_grad():
-                    for buffer, before in values:
-                        buffer.copy_(before)
+                for buffer, before in values:
+                    # Not by the buffer itself, whose version would rise: the block's own backward compares it.
+                    buffer.data.copy_(before)
 
     def _read_generators(self) -> tuple[Any, torch.Tensor, torch.Tensor | None]:
         of_device = None

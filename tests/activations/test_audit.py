@@ -278,6 +278,39 @@ def wide_loss(model: Any, step: int, micro: int) -> torch.Tensor:
 WIDE = Job(Wide, wide_loss, steps=6)
 
 
+def rows_of(step: int, micro: int) -> torch.Tensor:
+    return torch.randn(4, 16, generator=torch.Generator().manual_seed(3 * step + micro))
+
+
+def square_loss(model: Any, step: int, micro: int) -> torch.Tensor:
+    loss: torch.Tensor = model(rows_of(step, micro)).square().mean()
+    return loss
+
+
+class Normed(nn.Module):
+    """Blocks whose norm changes buffers that autograd has saved."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.Sequential(*(nn.Sequential(nn.Linear(16, 16), nn.BatchNorm1d(16)) for _ in range(3)))
+
+    def forward(self, rows: torch.Tensor) -> torch.Tensor:
+        output: torch.Tensor = self.blocks(rows)
+        return output
+
+
+@pytest.mark.parametrize("accumulation", [1, 3])
+@pytest.mark.parametrize("placement", [("none", "none"), DISK], ids=["in memory", "paged"])
+def test_statistics_of_a_norm_are_those_of_a_run_without_an_audit(
+    placement: tuple[str, str], accumulation: int, audited: list[int], tmp_path: Path
+) -> None:
+    job = Job(Normed, square_loss, steps=6, accumulation=accumulation)
+    plain = run(job, placement, tmp_path / "plain")
+    assert "blocks.0.1.running_mean" in plain.weights
+    assert_same(plain, run(job, placement, tmp_path / "audited", audit="random"))
+    assert audited == [5] * job.steps, "the output, two weights and two biases"
+
+
 def unit_of(engine: Any, block: str) -> int:
     return next(unit for unit, layout in enumerate(testing.inspect(engine).layouts) if layout.name == block)
 
