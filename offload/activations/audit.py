@@ -4,7 +4,7 @@
     forward     the drawn call of the drawn block: its inputs, its random generators, a checksum of its output
     backward    the gradient of that output arrives ─► the block runs again, forward and backward: checksums
                 ─► checksums of the copies of its weights in memory, with which both have computed
-                autograd's gradients of the block's parameters arrive ─► checksums
+                the block's own backward makes its parts of the gradients of its parameters ─► checksums
                 their sums with those of other micro-batches are stored ─► checksums
     step        checksums of all its weights and states in memory, and of its gradients wherever they wait
                 all are equal, and those that the last update has written; or `AuditError` before anything is updated
@@ -33,6 +33,10 @@ pass without a comparison. So does a call whose checkpoint is the user's own and
 [Note: edges] The second gradient is asked for by the edges of the parameters in the graph: autograd then calls no hook
 that takes gradients, and no code sees a placeholder as a plain tensor.
 
+[Note: parts] A parameter that is tied to another block, or used by the model's own code, has a gradient with parts of
+all uses, in an order that only autograd knows. So hooks read what each node of the call's own graph adds: what was
+added in nodes from its output back to its inputs, in the backward that has come to its output.
+
 Threads. As for `UnitCheckpoints`: forward hooks on the thread that runs the model, others on autograd's, one at a time.
 """
 
@@ -41,23 +45,23 @@ from __future__ import annotations
 import contextlib
 import random
 import threading
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
 from torch import nn
-from torch.autograd.graph import GradientEdge, get_gradient_edge
+from torch.autograd.graph import GradientEdge, Node, get_gradient_edge
 
 from offload.activations.checkpoints import without_cache
 from offload.engine.callbacks import EngineCallbacks, Extension
 from offload.engine.gradients import GradientAccumulator
-from offload.engine.micro_batches import PassSchedule
 from offload.engine.params import handle_of
 from offload.engine.shards import LocalShards, PartitionSum, checksum
 from offload.errors import AuditError
 from offload.interrupts import uninterrupted
 from offload.states import State, Tier
 from offload.torch_internals import (
+    graph_task,
     inside_backward,
     outside_of_compiled_code,
     plain_tensors,
@@ -99,6 +103,8 @@ class _Call:
         # Detached and not copied: a copy would have another layout, with which kernels may round differently.
         self._leaves = [leaf.detach() if _is_activation(leaf) else leaf for leaf in leaves]
         self._gradients = [_is_activation(leaf) and leaf.requires_grad for leaf in leaves]
+        self._origins = [leaf.grad_fn for leaf in leaves if _is_activation(leaf) and leaf.grad_fn is not None]
+        """The nodes of the inputs, at which the call's own graph ends; empty after the forward."""
         self._versions = [leaf._version for leaf in self._leaves if _is_activation(leaf)]
         self._buffers = [(owner, buffer, buffer._version) for owner, buffer in _buffers_of(module)]
         self._device = None if device.type in ("cpu", "meta") else device
@@ -108,9 +114,11 @@ class _Call:
         self.output: int | None = None
         """Position of the tensor with a gradient in the output; None before the forward has ended."""
         self.first: dict[str, int] = {}
-        """Checksums of the training: of the output, and of the gradient of each parameter by its name."""
+        """Checksums of the training: of the output, and of what the call adds to each parameter's gradient, by name."""
         self.again: dict[str, int] = {}
         """The same, computed again; empty before the backward has come to the call."""
+        self.backward: int | None = None
+        """The backward that has come to the call, as `graph_task` tells it."""
 
     @property
     def unchanged(self) -> bool:
@@ -120,8 +128,17 @@ class _Call:
             for owner, buffer, version in self._buffers
         )
 
-    def compute(self, module: nn.Module, edges: Mapping[str, GradientEdge], gradient: torch.Tensor) -> None:
+    def end(self, module: nn.Module, output: torch.Tensor) -> list[Callable[[], None]]:
+        """Ends the forward, and returns what removes the hooks on the graph of the call."""
+        self.first["the output"] = _checksum(output)
+        origins, self._origins = self._origins, []
+        return _read_parts(
+            output.grad_fn, origins, _edges_of(module), self.first, lambda: graph_task() == self.backward
+        )
+
+    def compute(self, module: nn.Module, gradient: torch.Tensor) -> None:
         """Runs the block again as in its forward, and its backward from `gradient`, that of the output."""
+        self.backward = graph_task()
         leaves = [
             leaf.detach().requires_grad_() if gradient_wanted else leaf
             for leaf, gradient_wanted in zip(self._leaves, self._gradients, strict=True)
@@ -131,9 +148,10 @@ class _Call:
             output = _tensors(module(*args, **kwargs))
         assert self.output is not None
         again = {"the output": _checksum(output[self.output])}
+        edges = _edges_of(module)
         if edges:  # of a block that does not train, the output alone is compared
-            gradients = torch.autograd.grad(output[self.output], [*edges.values()], gradient, allow_unused=True)
-            again |= {name: _checksum(value) for name, value in zip(edges, gradients, strict=True) if value is not None}
+            _read_parts(output[self.output].grad_fn, (), edges, again)
+            torch.autograd.grad(output[self.output], [*edges.values()], gradient, allow_unused=True)
         self.again = again
 
     @contextlib.contextmanager
@@ -192,14 +210,13 @@ class RandomAudit(Extension):
         callbacks: EngineCallbacks,
         shards: LocalShards,
         gradients: GradientAccumulator,
-        schedule: PassSchedule,
         exact: bool,
     ) -> None:
         """Installs hooks on `blocks`, names in `modules`; a step has `micro_batches`.
 
         `exact` is False if ranks gather codes of weights: the weights on the device then have other bits.
         """
-        self._exact, self._gradients, self._schedule = exact, gradients, schedule
+        self._exact, self._gradients = exact, gradients
         self._names, self._modules, self._shards = list(blocks), [modules[name] for name in blocks], shards
         self._inside: list[set[int]] = [set() for _ in blocks]
         """The units with parameters of each block."""
@@ -219,8 +236,6 @@ class RandomAudit(Extension):
         self._calls = 0
         """Calls of the chosen block in this step."""
         self._call: _Call | None = None
-        self._turn = 0
-        """Micro-batch of the audited call, where micro-batches take turns."""
         self._open: int | None = None
         """Thread of the audited call while it runs forward: where micro-batches take turns, others come in between."""
         self._removers: list[Callable[[], None]] = []
@@ -266,7 +281,7 @@ class RandomAudit(Extension):
         self._calls += 1
         if self._calls == self._choice.micro_batch + 1:
             self._call = _Call(self._modules[position], args, kwargs, self._device)
-            self._turn, self._open = self._schedule.micro_batch, threading.get_ident()
+            self._open = threading.get_ident()
 
     @uninterrupted
     def _end(self, position: int, output: Any) -> None:
@@ -279,7 +294,7 @@ class RandomAudit(Extension):
             self._call = None
             return
         call.output = with_gradient[0]
-        call.first["the output"] = _checksum(tensors[call.output])
+        self._removers += call.end(self._modules[position], tensors[call.output])
         self._removers.append(tensors[call.output].register_hook(self._compute_again).remove)
 
     # -- backward -----------------------------------------------------------------------------------
@@ -291,27 +306,10 @@ class RandomAudit(Extension):
         if call is None or call.again or not call.unchanged:
             return
         assert self._choice is not None
-        module = self._modules[self._choice.block]
-        with plain_tensors():
-            parameters = {name: parameter for name, parameter in module.named_parameters() if parameter.requires_grad}
-            edges = {name: get_gradient_edge(parameter) for name, parameter in parameters.items()}
-        call.compute(module, edges, gradient)
+        call.compute(self._modules[self._choice.block], gradient)
         # autograd thread: now, since these copies may leave memory before `step()`.
         for unit in sorted(self._inside[self._choice.block]):
             self._copies += self._weights(unit)
-        # autograd thread: only now, since the gradients that follow are those of this call.
-        with plain_tensors():
-            for name, parameter in parameters.items():
-                self._removers.append(parameter.register_hook(self._recorder(call, name)).remove)
-
-    def _recorder(self, call: _Call, name: str) -> Callable[[torch.Tensor], None]:
-        @uninterrupted
-        def record(gradient: torch.Tensor) -> None:
-            # Earlier micro-batches may pass the block first, if they take turns; those of later ones are not compared.
-            if self._schedule.micro_batch == self._turn and name not in call.first:
-                call.first[name] = _checksum(gradient)
-
-        return record
 
     # -- weights and states in memory -----------------------------------------------------------------
 
@@ -443,6 +441,51 @@ def _tensors(output: Any) -> list[torch.Tensor]:
 def _buffers_of(module: nn.Module) -> Iterator[tuple[nn.Module, torch.Tensor]]:
     for owner in module.modules():
         yield from ((owner, buffer) for buffer in owner._buffers.values() if buffer is not None)
+
+
+def _edges_of(module: nn.Module) -> dict[str, GradientEdge]:
+    with plain_tensors():
+        return {
+            name: get_gradient_edge(parameter)
+            for name, parameter in module.named_parameters()
+            if parameter.requires_grad
+        }
+
+
+def _read_parts(
+    output: Node | None,
+    origins: Collection[Node],
+    edges: Mapping[str, GradientEdge],
+    sums: dict[str, int],
+    wanted: Callable[[], bool] = lambda: True,
+) -> list[Callable[[], None]]:
+    """Adds the checksums of what a call's graph adds to the gradients of `edges` to `sums`, while `wanted`.
+
+    The graph goes from the node `output` back to `origins`. Returns what removes the hooks; see [Note: parts].
+    """
+    names = {edge.node: name for name, edge in edges.items()}
+    removers, seen, left = list[Callable[[], None]](), {*origins, *names}, [output]
+
+    def hook(parts: Mapping[int, str]) -> Callable[[Sequence[torch.Tensor | None], Any], None]:
+        @uninterrupted
+        def read(inputs: Sequence[torch.Tensor | None], outputs: Any) -> None:
+            for position, name in parts.items():
+                if (part := inputs[position]) is not None and wanted():
+                    # One of several parts of a parameter may come before or after the others.
+                    sums[name] = sums.get(name, 0) + _checksum(part)
+
+        return read
+
+    while left:
+        node = left.pop()
+        if node is None or node in seen:
+            continue
+        seen.add(node)
+        nodes = [following for following, _ in node.next_functions]
+        left += nodes
+        if parts := {position: names[edge] for position, edge in enumerate(nodes) if edge in names}:
+            removers.append(node.register_hook(hook(parts)).remove)
+    return removers
 
 
 def _checksum(tensor: torch.Tensor) -> int:
