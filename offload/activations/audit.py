@@ -28,7 +28,7 @@ first. Units outside of the blocks are compared with one of these.
 
 [Note: compared] A call is compared if the block is called once in each micro-batch, one tensor of its output has a
 gradient, and nothing in it changes an input or a buffer in place, but for the statistics of a norm. All other calls
-pass without a comparison. So does a call whose checkpoint is the user's own and reentrant.
+pass without a comparison. So does a call within, or with, a checkpoint of the user's own that is reentrant.
 
 [Note: edges] The second gradient is asked for by the edges of the parameters in the graph: autograd then calls no hook
 that takes gradients, and no code sees a placeholder as a plain tensor.
@@ -45,7 +45,7 @@ from __future__ import annotations
 import contextlib
 import random
 import threading
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -63,6 +63,7 @@ from offload.states import State, Tier
 from offload.torch_internals import (
     graph_task,
     inside_backward,
+    is_reentrant_checkpoint,
     outside_of_compiled_code,
     plain_tensors,
     tree_flatten,
@@ -128,13 +129,17 @@ class _Call:
             for owner, buffer, version in self._buffers
         )
 
-    def end(self, module: nn.Module, output: torch.Tensor) -> list[Callable[[], None]]:
-        """Ends the forward, and returns what removes the hooks on the graph of the call."""
+    def end(self, module: nn.Module, output: torch.Tensor) -> list[Callable[[], None]] | None:
+        """Ends the forward, and returns what removes the hooks on the graph of the call.
+
+        Returns None if it contains a checkpoint whose backward serves `.backward()` alone, and so no second gradient.
+        """
+        edges, origins, self._origins = _edges_of(module), self._origins, []
+        nodes = _nodes_between(output.grad_fn, {*origins, *(edge.node for edge in edges.values())})
+        if any(is_reentrant_checkpoint(node) for node in nodes):
+            return None
         self.first["the output"] = _checksum(output)
-        origins, self._origins = self._origins, []
-        return _read_parts(
-            output.grad_fn, origins, _edges_of(module), self.first, lambda: graph_task() == self.backward
-        )
+        return _read_parts(nodes, edges, self.first, lambda: graph_task() == self.backward)
 
     def compute(self, module: nn.Module, gradient: torch.Tensor) -> None:
         """Runs the block again as in its forward, and its backward from `gradient`, that of the output."""
@@ -150,7 +155,8 @@ class _Call:
         again = {"the output": _checksum(output[self.output])}
         edges = _edges_of(module)
         if edges:  # of a block that does not train, the output alone is compared
-            _read_parts(output[self.output].grad_fn, (), edges, again)
+            nodes = _nodes_between(output[self.output].grad_fn, {edge.node for edge in edges.values()})
+            _read_parts(nodes, edges, again, lambda: True)
             torch.autograd.grad(output[self.output], [*edges.values()], gradient, allow_unused=True)
         self.again = again
 
@@ -294,7 +300,11 @@ class RandomAudit(Extension):
             self._call = None
             return
         call.output = with_gradient[0]
-        self._removers += call.end(self._modules[position], tensors[call.output])
+        removers = call.end(self._modules[position], tensors[call.output])
+        if removers is None:
+            self._call = None
+            return
+        self._removers += removers
         self._removers.append(tensors[call.output].register_hook(self._compute_again).remove)
 
     # -- backward -----------------------------------------------------------------------------------
@@ -452,40 +462,41 @@ def _edges_of(module: nn.Module) -> dict[str, GradientEdge]:
         }
 
 
-def _read_parts(
-    output: Node | None,
-    origins: Collection[Node],
-    edges: Mapping[str, GradientEdge],
-    sums: dict[str, int],
-    wanted: Callable[[], bool] = lambda: True,
-) -> list[Callable[[], None]]:
-    """Adds the checksums of what a call's graph adds to the gradients of `edges` to `sums`, while `wanted`.
+def _nodes_between(output: Node | None, ends: Collection[Node]) -> list[Node]:
+    """Returns the nodes of a graph from `output` back to `ends`, without these."""
+    nodes, left = dict[Node, None](), [output]
+    while left:
+        node = left.pop()
+        if node is not None and node not in nodes and node not in ends:
+            nodes[node] = None
+            left += [following for following, _ in node.next_functions]
+    return list(nodes)
 
-    The graph goes from the node `output` back to `origins`. Returns what removes the hooks; see [Note: parts].
+
+def _read_parts(
+    nodes: Iterable[Node], edges: Mapping[str, GradientEdge], sums: dict[str, int], wanted: Callable[[], bool]
+) -> list[Callable[[], None]]:
+    """Adds the checksums of what `nodes` add to the gradients of `edges` to `sums`, by name, while `wanted`.
+
+    Returns what removes the hooks that do so; see [Note: parts].
     """
     names = {edge.node: name for name, edge in edges.items()}
-    removers, seen, left = list[Callable[[], None]](), {*origins, *names}, [output]
 
     def hook(parts: Mapping[int, str]) -> Callable[[Sequence[torch.Tensor | None], Any], None]:
         @uninterrupted
         def read(inputs: Sequence[torch.Tensor | None], outputs: Any) -> None:
             for position, name in parts.items():
                 if (part := inputs[position]) is not None and wanted():
-                    # One of several parts of a parameter may come before or after the others.
+                    # Added up: two parts of one parameter may come in either order.
                     sums[name] = sums.get(name, 0) + _checksum(part)
 
         return read
 
-    while left:
-        node = left.pop()
-        if node is None or node in seen:
-            continue
-        seen.add(node)
-        nodes = [following for following, _ in node.next_functions]
-        left += nodes
-        if parts := {position: names[edge] for position, edge in enumerate(nodes) if edge in names}:
-            removers.append(node.register_hook(hook(parts)).remove)
-    return removers
+    return [
+        node.register_hook(hook(parts)).remove
+        for node in nodes
+        if (parts := {at: names[end] for at, (end, _) in enumerate(node.next_functions) if end in names})
+    ]
 
 
 def _checksum(tensor: torch.Tensor) -> int:

@@ -177,6 +177,11 @@ def are_of_checkpoint(hooks: Any) -> bool:
     return hooks is not None and getattr(hooks[0], "__module__", None) == torch_checkpoint.__name__
 
 
+def is_reentrant_checkpoint(node: torch.autograd.graph.Node) -> bool:
+    """Returns True if a node of the graph is the backward of a reentrant checkpoint, which serves no `inputs`."""
+    return isinstance(node, torch_checkpoint.CheckpointFunction._backward_cls)
+
+
 def saves_checkpoint_input() -> bool:
     """Returns True if the pack hook that calls this runs because checkpointing, of either kind, saves its inputs.
 

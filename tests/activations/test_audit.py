@@ -15,6 +15,7 @@ import pytest
 import torch
 from torch import nn
 from torch.nn import functional as F
+from torch.utils.checkpoint import checkpoint
 
 import offload
 from offload import testing
@@ -251,7 +252,25 @@ class InPlace(Stack):
         return logits
 
 
-@pytest.mark.parametrize("model", [Twice, InPlace])
+class Reentrant(nn.Module):
+    """A block with a part that a reentrant checkpoint computes again, behind one that no checkpoint does."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.inner = nn.LayerNorm(16), nn.Linear(16, 16)
+
+    def forward(self, values: torch.Tensor) -> torch.Tensor:
+        output: torch.Tensor = checkpoint(self.inner, self.norm(values), use_reentrant=True)
+        return output
+
+
+class ReentrantParts(Stack):
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(Reentrant() for _ in range(3))
+
+
+@pytest.mark.parametrize("model", [Twice, InPlace, ReentrantParts])
 def test_what_cannot_be_compared_passes(model: Callable[[], nn.Module], audited: list[int], tmp_path: Path) -> None:
     job = STACK._replace(model=model)
     assert_same(run(job, DISK, tmp_path / "plain"), run(job, DISK, tmp_path / "audited", audit="random"))

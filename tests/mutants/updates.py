@@ -42,6 +42,27 @@ MUTANTS = (
         "tests/activations/test_audit.py::test_an_edit_between_two_micro_batches_is_no_flip",
     ),
     Mutant(
+        "take what another block adds to the gradient of a tied weight for the block's own part",
+        "offload.activations.audit",
+        "{*origins, *(edge.node",
+        "{*(edge.node",
+        "tests/activations/test_audit.py::test_of_a_weight_with_other_uses_the_part_of_the_block_is_compared",
+    ),
+    Mutant(
+        "take the gradients of another backward through the call for those that were computed again",
+        "offload.activations.audit",
+        "lambda: graph_task() == self.backward",
+        "lambda: True",
+        "tests/activations/test_audit.py::test_a_gradient_that_a_loss_asks_for_first_is_no_flip",
+    ),
+    Mutant(
+        "leave the statistics of a norm as the audit's second call has changed them",
+        "offload.activations.audit",
+        "buffer.data.copy_(before)",
+        "pass",
+        "tests/activations/test_audit.py::test_statistics_of_a_norm_are_those_of_a_run_without_an_audit",
+    ),
+    Mutant(
         "number the elements of each rank's moments from zero",
         "offload.engine.update_strategy",
         "self._noise_seed, unit, count), part.start + start)",
