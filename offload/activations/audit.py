@@ -37,6 +37,10 @@ that takes gradients, and no code sees a placeholder as a plain tensor.
 all uses, in an order that only autograd knows. So hooks read what each node of the call's own graph adds: what was
 added in nodes from its output back to its inputs, in the backward that has come to its output.
 
+[Note: alone] A block may also hand on a tensor by an attribute or a hook, such as a router's logits, whose gradient the
+second backward lacks. A node that receives only what other nodes of the call have sent receives the same tensor, or the
+bits of their sum in the order of arrival. If one receives something else, the output alone is compared.
+
 Threads. As for `UnitCheckpoints`: forward hooks on the thread that runs the model, others on autograd's, one at a time.
 """
 
@@ -120,6 +124,8 @@ class _Call:
         """The same, computed again; empty before the backward has come to the call."""
         self.backward: int | None = None
         """The backward that has come to the call, as `graph_task` tells it."""
+        self._alone = True
+        """False if something else than the output has given the call's graph a gradient."""
 
     @property
     def unchanged(self) -> bool:
@@ -128,6 +134,17 @@ class _Call:
             buffer._version == version or isinstance(owner, nn.modules.batchnorm._NormBase)
             for owner, buffer, version in self._buffers
         )
+
+    def different(self) -> list[str]:
+        """Returns what came out with other bits; see [Note: alone]."""
+        output = {"the output": self.first["the output"]}
+        return different(self.first if self._alone else output, self.again)
+
+    def _is_read(self) -> bool:
+        return self._alone and graph_task() == self.backward
+
+    def _end_alone(self) -> None:
+        self._alone = False
 
     def end(self, module: nn.Module, output: torch.Tensor) -> list[Callable[[], None]] | None:
         """Ends the forward, and returns what removes the hooks on the graph of the call.
@@ -139,7 +156,10 @@ class _Call:
         if any(is_reentrant_checkpoint(node) for node in nodes):
             return None
         self.first["the output"] = _checksum(output)
-        return _read_parts(nodes, edges, self.first, lambda: graph_task() == self.backward)
+        return [
+            *_watch(nodes, output.output_nr, self._is_read, self._end_alone),
+            *_read_parts(nodes, edges, self.first, self._is_read),
+        ]
 
     def compute(self, module: nn.Module, gradient: torch.Tensor) -> None:
         """Runs the block again as in its forward, and its backward from `gradient`, that of the output."""
@@ -410,12 +430,7 @@ class RandomAudit(Extension):
                     f"step {step - 1}. Resume from the last commit; or, in a run of one process, drop the gradients by "
                     "zero_grad() and make the step again. If it happens again, test the memory"
                 )
-            if (
-                call is not None
-                and call.again
-                and calls == micro_batches
-                and (wrong := different(call.first, call.again))
-            ):
+            if call is not None and call.again and calls == micro_batches and (wrong := call.different()):
                 # The bit may have flipped in a copy of the weights, with which the step would be made again.
                 self._callbacks.read_back()
                 what = wrong[0] if wrong[0] == "the output" else f"the gradient of {wrong[0]}"
@@ -471,6 +486,46 @@ def _nodes_between(output: Node | None, ends: Collection[Node]) -> list[Node]:
             nodes[node] = None
             left += [following for following, _ in node.next_functions]
     return list(nodes)
+
+
+def _watch(
+    nodes: Sequence[Node], output_number: int, wanted: Callable[[], bool], tell: Callable[[], None]
+) -> list[Callable[[], None]]:
+    """Calls `tell` where a node receives a gradient from outside of `nodes`, while `wanted`; see [Note: alone].
+
+    The first node has the output of the call as its result `output_number`. Returns what removes the hooks.
+    """
+    # By their places: a reference to a node from its own hook would keep the graph.
+    places, sent = {node: place for place, node in enumerate(nodes)}, dict[tuple[int, int], torch.Tensor]()
+
+    def hook(place: int, targets: Sequence[tuple[int, int] | None]) -> Callable[[Any, Any], None]:
+        @uninterrupted
+        def check(results: Sequence[torch.Tensor | None], received: Sequence[torch.Tensor | None]) -> None:
+            if not wanted():
+                return
+            for number, gradient in enumerate(received):
+                expected = sent.pop((place, number), None)
+                if (place, number) != (0, output_number) and not _equal(gradient, expected):
+                    sent.clear()
+                    tell()
+                    return
+            with torch.no_grad():
+                for target, result in zip(targets, results, strict=True):
+                    if target is not None and result is not None:
+                        sent[target] = sent[target] + result if target in sent else result
+
+        return check
+
+    return [
+        node.register_hook(
+            hook(place, [(places[end], number) if end in places else None for end, number in node.next_functions])
+        ).remove
+        for node, place in places.items()
+    ]
+
+
+def _equal(left: torch.Tensor | None, right: torch.Tensor | None) -> bool:
+    return left is right or (left is not None and right is not None and _checksum(left) == _checksum(right))
 
 
 def _read_parts(

@@ -410,6 +410,42 @@ def test_of_a_weight_with_other_uses_the_part_of_the_block_is_compared(
     assert audited == [3] * job.steps, "the output, the weight and the bias"
 
 
+class Routed(nn.Module):
+    """A block that gives the loss two tensors by attributes: one that it uses once more, and one that it uses twice."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(16, 16), nn.Linear(16, 16)
+
+    def forward(self, rows: torch.Tensor) -> torch.Tensor:
+        self.once = self.up(rows)
+        self.twice = self.once.tanh()
+        output: torch.Tensor = self.twice + self.down(self.twice)
+        return output
+
+
+class RoutedBlocks(Tied):
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(Routed() for _ in range(3))
+
+
+def routed_loss(attribute: str, model: Any, step: int, micro: int) -> torch.Tensor:
+    loss: torch.Tensor = square_loss(model, step, micro)
+    if step % 2:
+        loss = loss + sum(getattr(block, attribute).square().mean() for block in model.module.blocks)
+    return loss
+
+
+@pytest.mark.parametrize("attribute", ["once", "twice"])
+def test_a_tensor_that_a_block_gives_the_loss_by_an_attribute_is_no_flip(
+    attribute: str, audited: list[int], tmp_path: Path
+) -> None:
+    job = Job(RoutedBlocks, partial(routed_loss, attribute), steps=4)
+    assert_same(run(job, DISK, tmp_path / "plain"), run(job, DISK, tmp_path / "audited", audit="random"))
+    assert audited == [5, 1, 5, 1], "in every other step the output alone"
+
+
 def loss_after_another_gradient(model: Any, step: int, micro: int) -> torch.Tensor:
     rows = rows_of(step, micro).requires_grad_()
     output = model(rows)

@@ -51,9 +51,16 @@ MUTANTS = (
     Mutant(
         "take the gradients of another backward through the call for those that were computed again",
         "offload.activations.audit",
-        "lambda: graph_task() == self.backward",
-        "lambda: True",
+        "return self._alone and graph_task() == self.backward",
+        "return self._alone",
         "tests/activations/test_audit.py::test_a_gradient_that_a_loss_asks_for_first_is_no_flip",
+    ),
+    Mutant(
+        "take a gradient from outside of the audited call for a flipped bit",
+        "offload.activations.audit",
+        "and not _equal(gradient, expected)",
+        "and False",
+        "tests/activations/test_audit.py::test_a_tensor_that_a_block_gives_the_loss_by_an_attribute_is_no_flip",
     ),
     Mutant(
         "leave the statistics of a norm as the audit's second call has changed them",
