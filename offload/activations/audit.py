@@ -34,8 +34,8 @@ pass without a comparison. So does a call within, or with, a checkpoint of the u
 that takes gradients, and no code sees a placeholder as a plain tensor.
 
 [Note: parts] A parameter that is tied to another block, or used by the model's own code, has a gradient with parts of
-all uses, in an order that only autograd knows. So hooks read what each node of the call's own graph adds: what was
-added in nodes from its output back to its inputs, in the backward that has come to its output.
+all uses, in an order that only autograd knows. So hooks read what each node of the call's own graph adds. These are the
+nodes from its output back to its inputs, and the backward is the first that comes to its output.
 
 [Note: alone] A block may also hand on a tensor by an attribute or a hook, such as a router's logits, whose gradient the
 second backward lacks. A node that receives only what other nodes of the call have sent receives the same tensor, or the
