@@ -4,7 +4,7 @@
     forward     the drawn call of the drawn block: its inputs, its random generators, a checksum of its output
     backward    the gradient of that output arrives ─► the block runs again, forward and backward: checksums
                 ─► checksums of the copies of its weights in memory, with which both have computed
-                autograd's gradients of the block's parameters arrive ─► checksums
+                the block's own backward makes its parts of the gradients of its parameters ─► checksums
                 their sums with those of other micro-batches are stored ─► checksums
     step        checksums of all its weights and states in memory, and of its gradients wherever they wait
                 all are equal, and those that the last update has written; or `AuditError` before anything is updated
@@ -28,10 +28,18 @@ first. Units outside of the blocks are compared with one of these.
 
 [Note: compared] A call is compared if the block is called once in each micro-batch, one tensor of its output has a
 gradient, and nothing in it changes an input or a buffer in place, but for the statistics of a norm. All other calls
-pass without a comparison. So does a call whose checkpoint is the user's own and reentrant.
+pass without a comparison. So does a call within, or with, a checkpoint of the user's own that is reentrant.
 
 [Note: edges] The second gradient is asked for by the edges of the parameters in the graph: autograd then calls no hook
 that takes gradients, and no code sees a placeholder as a plain tensor.
+
+[Note: parts] A parameter that is tied to another block, or used by the model's own code, has a gradient with parts of
+all uses, in an order that only autograd knows. So hooks read what each node of the call's own graph adds. These are the
+nodes from its output back to its inputs, and the backward is the first that comes to its output.
+
+[Note: alone] A block may also hand on a tensor by an attribute or a hook, such as a router's logits, whose gradient the
+second backward lacks. A node that receives only what other nodes of the call have sent receives the same tensor, or the
+bits of their sum in the order of arrival. If one receives something else, the output alone is compared.
 
 Threads. As for `UnitCheckpoints`: forward hooks on the thread that runs the model, others on autograd's, one at a time.
 """
@@ -41,24 +49,25 @@ from __future__ import annotations
 import contextlib
 import random
 import threading
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
 from torch import nn
-from torch.autograd.graph import GradientEdge, get_gradient_edge
+from torch.autograd.graph import GradientEdge, Node, get_gradient_edge
 
 from offload.activations.checkpoints import without_cache
 from offload.engine.callbacks import EngineCallbacks, Extension
 from offload.engine.gradients import GradientAccumulator
-from offload.engine.micro_batches import PassSchedule
 from offload.engine.params import handle_of
 from offload.engine.shards import LocalShards, PartitionSum, checksum
 from offload.errors import AuditError
 from offload.interrupts import uninterrupted
 from offload.states import State, Tier
 from offload.torch_internals import (
+    graph_task,
     inside_backward,
+    is_reentrant_checkpoint,
     outside_of_compiled_code,
     plain_tensors,
     tree_flatten,
@@ -99,6 +108,8 @@ class _Call:
         # Detached and not copied: a copy would have another layout, with which kernels may round differently.
         self._leaves = [leaf.detach() if _is_activation(leaf) else leaf for leaf in leaves]
         self._gradients = [_is_activation(leaf) and leaf.requires_grad for leaf in leaves]
+        self._origins = [leaf.grad_fn for leaf in leaves if _is_activation(leaf) and leaf.grad_fn is not None]
+        """The nodes of the inputs, at which the call's own graph ends; empty after the forward."""
         self._versions = [leaf._version for leaf in self._leaves if _is_activation(leaf)]
         self._buffers = [(owner, buffer, buffer._version) for owner, buffer in _buffers_of(module)]
         self._device = None if device.type in ("cpu", "meta") else device
@@ -108,9 +119,13 @@ class _Call:
         self.output: int | None = None
         """Position of the tensor with a gradient in the output; None before the forward has ended."""
         self.first: dict[str, int] = {}
-        """Checksums of the training: of the output, and of the gradient of each parameter by its name."""
+        """Checksums of the training: of the output, and of what the call adds to each parameter's gradient, by name."""
         self.again: dict[str, int] = {}
         """The same, computed again; empty before the backward has come to the call."""
+        self.backward: int | None = None
+        """The backward that has come to the call, as `graph_task` tells it."""
+        self._alone = True
+        """False if something else than the output has given the call's graph a gradient."""
 
     @property
     def unchanged(self) -> bool:
@@ -120,8 +135,35 @@ class _Call:
             for owner, buffer, version in self._buffers
         )
 
-    def compute(self, module: nn.Module, edges: Mapping[str, GradientEdge], gradient: torch.Tensor) -> None:
+    def different(self) -> list[str]:
+        """Returns what came out with other bits; see [Note: alone]."""
+        output = {"the output": self.first["the output"]}
+        return different(self.first if self._alone else output, self.again)
+
+    def _is_read(self) -> bool:
+        return self._alone and graph_task() == self.backward
+
+    def _end_alone(self) -> None:
+        self._alone = False
+
+    def end(self, module: nn.Module, output: torch.Tensor) -> list[Callable[[], None]] | None:
+        """Ends the forward, and returns what removes the hooks on the graph of the call.
+
+        Returns None if it contains a checkpoint whose backward serves `.backward()` alone, and so no second gradient.
+        """
+        edges, origins, self._origins = _edges_of(module), self._origins, []
+        nodes = _nodes_between(output.grad_fn, {*origins, *(edge.node for edge in edges.values())})
+        if any(is_reentrant_checkpoint(node) for node in nodes):
+            return None
+        self.first["the output"] = _checksum(output)
+        return [
+            *_watch(nodes, output.output_nr, self._is_read, self._end_alone),
+            *_read_parts(nodes, edges, self.first, self._is_read),
+        ]
+
+    def compute(self, module: nn.Module, gradient: torch.Tensor) -> None:
         """Runs the block again as in its forward, and its backward from `gradient`, that of the output."""
+        self.backward = graph_task()
         leaves = [
             leaf.detach().requires_grad_() if gradient_wanted else leaf
             for leaf, gradient_wanted in zip(self._leaves, self._gradients, strict=True)
@@ -131,9 +173,11 @@ class _Call:
             output = _tensors(module(*args, **kwargs))
         assert self.output is not None
         again = {"the output": _checksum(output[self.output])}
+        edges = _edges_of(module)
         if edges:  # of a block that does not train, the output alone is compared
-            gradients = torch.autograd.grad(output[self.output], [*edges.values()], gradient, allow_unused=True)
-            again |= {name: _checksum(value) for name, value in zip(edges, gradients, strict=True) if value is not None}
+            nodes = _nodes_between(output[self.output].grad_fn, {edge.node for edge in edges.values()})
+            _read_parts(nodes, edges, again, lambda: True)
+            torch.autograd.grad(output[self.output], [*edges.values()], gradient, allow_unused=True)
         self.again = again
 
     @contextlib.contextmanager
@@ -149,9 +193,9 @@ class _Call:
                 yield
             finally:
                 self._put_generators(outside)
-                with torch.no_grad():
-                    for buffer, before in values:
-                        buffer.copy_(before)
+                for buffer, before in values:
+                    # Not by the buffer itself, whose version would rise: the block's own backward compares it.
+                    buffer.data.copy_(before)
 
     def _read_generators(self) -> tuple[Any, torch.Tensor, torch.Tensor | None]:
         of_device = None
@@ -192,14 +236,13 @@ class RandomAudit(Extension):
         callbacks: EngineCallbacks,
         shards: LocalShards,
         gradients: GradientAccumulator,
-        schedule: PassSchedule,
         exact: bool,
     ) -> None:
         """Installs hooks on `blocks`, names in `modules`; a step has `micro_batches`.
 
         `exact` is False if ranks gather codes of weights: the weights on the device then have other bits.
         """
-        self._exact, self._gradients, self._schedule = exact, gradients, schedule
+        self._exact, self._gradients = exact, gradients
         self._names, self._modules, self._shards = list(blocks), [modules[name] for name in blocks], shards
         self._inside: list[set[int]] = [set() for _ in blocks]
         """The units with parameters of each block."""
@@ -219,8 +262,6 @@ class RandomAudit(Extension):
         self._calls = 0
         """Calls of the chosen block in this step."""
         self._call: _Call | None = None
-        self._turn = 0
-        """Micro-batch of the audited call, where micro-batches take turns."""
         self._open: int | None = None
         """Thread of the audited call while it runs forward: where micro-batches take turns, others come in between."""
         self._removers: list[Callable[[], None]] = []
@@ -266,7 +307,7 @@ class RandomAudit(Extension):
         self._calls += 1
         if self._calls == self._choice.micro_batch + 1:
             self._call = _Call(self._modules[position], args, kwargs, self._device)
-            self._turn, self._open = self._schedule.micro_batch, threading.get_ident()
+            self._open = threading.get_ident()
 
     @uninterrupted
     def _end(self, position: int, output: Any) -> None:
@@ -279,7 +320,11 @@ class RandomAudit(Extension):
             self._call = None
             return
         call.output = with_gradient[0]
-        call.first["the output"] = _checksum(tensors[call.output])
+        removers = call.end(self._modules[position], tensors[call.output])
+        if removers is None:
+            self._call = None
+            return
+        self._removers += removers
         self._removers.append(tensors[call.output].register_hook(self._compute_again).remove)
 
     # -- backward -----------------------------------------------------------------------------------
@@ -291,27 +336,10 @@ class RandomAudit(Extension):
         if call is None or call.again or not call.unchanged:
             return
         assert self._choice is not None
-        module = self._modules[self._choice.block]
-        with plain_tensors():
-            parameters = {name: parameter for name, parameter in module.named_parameters() if parameter.requires_grad}
-            edges = {name: get_gradient_edge(parameter) for name, parameter in parameters.items()}
-        call.compute(module, edges, gradient)
+        call.compute(self._modules[self._choice.block], gradient)
         # autograd thread: now, since these copies may leave memory before `step()`.
         for unit in sorted(self._inside[self._choice.block]):
             self._copies += self._weights(unit)
-        # autograd thread: only now, since the gradients that follow are those of this call.
-        with plain_tensors():
-            for name, parameter in parameters.items():
-                self._removers.append(parameter.register_hook(self._recorder(call, name)).remove)
-
-    def _recorder(self, call: _Call, name: str) -> Callable[[torch.Tensor], None]:
-        @uninterrupted
-        def record(gradient: torch.Tensor) -> None:
-            # Earlier micro-batches may pass the block first, if they take turns; those of later ones are not compared.
-            if self._schedule.micro_batch == self._turn and name not in call.first:
-                call.first[name] = _checksum(gradient)
-
-        return record
 
     # -- weights and states in memory -----------------------------------------------------------------
 
@@ -402,12 +430,7 @@ class RandomAudit(Extension):
                     f"step {step - 1}. Resume from the last commit; or, in a run of one process, drop the gradients by "
                     "zero_grad() and make the step again. If it happens again, test the memory"
                 )
-            if (
-                call is not None
-                and call.again
-                and calls == micro_batches
-                and (wrong := different(call.first, call.again))
-            ):
+            if call is not None and call.again and calls == micro_batches and (wrong := call.different()):
                 # The bit may have flipped in a copy of the weights, with which the step would be made again.
                 self._callbacks.read_back()
                 what = wrong[0] if wrong[0] == "the output" else f"the gradient of {wrong[0]}"
@@ -443,6 +466,92 @@ def _tensors(output: Any) -> list[torch.Tensor]:
 def _buffers_of(module: nn.Module) -> Iterator[tuple[nn.Module, torch.Tensor]]:
     for owner in module.modules():
         yield from ((owner, buffer) for buffer in owner._buffers.values() if buffer is not None)
+
+
+def _edges_of(module: nn.Module) -> dict[str, GradientEdge]:
+    with plain_tensors():
+        return {
+            name: get_gradient_edge(parameter)
+            for name, parameter in module.named_parameters()
+            if parameter.requires_grad
+        }
+
+
+def _nodes_between(output: Node | None, ends: Collection[Node]) -> list[Node]:
+    """Returns the nodes of a graph from `output` back to `ends`, without these."""
+    nodes, left = dict[Node, None](), [output]
+    while left:
+        node = left.pop()
+        if node is not None and node not in nodes and node not in ends:
+            nodes[node] = None
+            left += [following for following, _ in node.next_functions]
+    return list(nodes)
+
+
+def _watch(
+    nodes: Sequence[Node], output_number: int, wanted: Callable[[], bool], tell: Callable[[], None]
+) -> list[Callable[[], None]]:
+    """Calls `tell` where a node receives a gradient from outside of `nodes`, while `wanted`; see [Note: alone].
+
+    The first node has the output of the call as its result `output_number`. Returns what removes the hooks.
+    """
+    # By their places: a reference to a node from its own hook would keep the graph.
+    places, sent = {node: place for place, node in enumerate(nodes)}, dict[tuple[int, int], torch.Tensor]()
+
+    def hook(place: int, targets: Sequence[tuple[int, int] | None]) -> Callable[[Any, Any], None]:
+        @uninterrupted
+        def check(results: Sequence[torch.Tensor | None], received: Sequence[torch.Tensor | None]) -> None:
+            if not wanted():
+                return
+            for number, gradient in enumerate(received):
+                expected = sent.pop((place, number), None)
+                if (place, number) != (0, output_number) and not _equal(gradient, expected):
+                    sent.clear()
+                    tell()
+                    return
+            with torch.no_grad():
+                for target, result in zip(targets, results, strict=True):
+                    if target is not None and result is not None:
+                        sent[target] = sent[target] + result if target in sent else result
+
+        return check
+
+    return [
+        node.register_hook(
+            hook(place, [(places[end], number) if end in places else None for end, number in node.next_functions])
+        ).remove
+        for node, place in places.items()
+    ]
+
+
+def _equal(left: torch.Tensor | None, right: torch.Tensor | None) -> bool:
+    return left is right or (left is not None and right is not None and _checksum(left) == _checksum(right))
+
+
+def _read_parts(
+    nodes: Iterable[Node], edges: Mapping[str, GradientEdge], sums: dict[str, int], wanted: Callable[[], bool]
+) -> list[Callable[[], None]]:
+    """Adds the checksums of what `nodes` add to the gradients of `edges` to `sums`, by name, while `wanted`.
+
+    Returns what removes the hooks that do so; see [Note: parts].
+    """
+    names = {edge.node: name for name, edge in edges.items()}
+
+    def hook(parts: Mapping[int, str]) -> Callable[[Sequence[torch.Tensor | None], Any], None]:
+        @uninterrupted
+        def read(inputs: Sequence[torch.Tensor | None], outputs: Any) -> None:
+            for position, name in parts.items():
+                if (part := inputs[position]) is not None and wanted():
+                    # Added up: two parts of one parameter may come in either order.
+                    sums[name] = sums.get(name, 0) + _checksum(part)
+
+        return read
+
+    return [
+        node.register_hook(hook(parts)).remove
+        for node in nodes
+        if (parts := {at: names[end] for at, (end, _) in enumerate(node.next_functions) if end in names})
+    ]
 
 
 def _checksum(tensor: torch.Tensor) -> int:

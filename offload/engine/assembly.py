@@ -319,7 +319,7 @@ def _components(
         )
         undo.callback(weights.remove)
         extensions: list[Extension] = [schedule]
-        for extension in _extensions(plan, model, handles, gradients, shards, schedule, host, arena, callbacks):
+        for extension in _extensions(plan, model, handles, gradients, shards, host, arena, callbacks):
             undo.callback(extension.remove)
             extensions.append(extension)
 
@@ -679,7 +679,6 @@ def _extensions(
     handles: Sequence[Sequence[ParamHandle]],
     gradients: GradientAccumulator,
     shards: LocalShards,
-    schedule: PassSchedule,
     host: HostArena,
     arena: DeviceArena,
     callbacks: EngineCallbacks,
@@ -712,7 +711,6 @@ def _extensions(
             callbacks,
             shards,
             gradients,
-            schedule,
             exact=not plan.memory.parts.coded.largest,
         )
     if plan.device.host_addressable:

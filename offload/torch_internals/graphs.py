@@ -93,8 +93,13 @@ def call_after_backward(function: Callable[[], None]) -> None:
 
 def inside_backward() -> bool:
     """Returns True if this thread runs a backward."""
-    # Thread-local, and set on the engine's own threads too; -1 outside of a backward.
-    return torch._C._current_graph_task_id() != -1
+    return graph_task() != -1
+
+
+def graph_task() -> int:
+    """Returns the number of the backward that this thread runs, the innermost; -1 outside of one."""
+    # Thread-local, and set on the engine's own threads too.
+    return torch._C._current_graph_task_id()
 
 
 def adds_up(parameters: Iterable[torch.Tensor], behind: Any) -> bool:
@@ -170,6 +175,11 @@ def checkpointing(
 def are_of_checkpoint(hooks: Any) -> bool:
     """Returns True if a pair of saved-tensor hooks belongs to non-reentrant checkpointing; False for None."""
     return hooks is not None and getattr(hooks[0], "__module__", None) == torch_checkpoint.__name__
+
+
+def is_reentrant_checkpoint(node: torch.autograd.graph.Node) -> bool:
+    """Returns True if a node of the graph is the backward of a reentrant checkpoint, which serves no `inputs`."""
+    return isinstance(node, torch_checkpoint.CheckpointFunction._backward_cls)
 
 
 def saves_checkpoint_input() -> bool:

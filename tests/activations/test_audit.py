@@ -14,6 +14,8 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from torch.nn import functional as F
+from torch.utils.checkpoint import checkpoint
 
 import offload
 from offload import testing
@@ -156,19 +158,41 @@ class Stack(nn.Module):
 STACK = Job(Stack, models.mixture_loss, accumulation=3, steps=4)
 
 
+class TiedStack(Stack):
+    """A stack whose blocks share a weight, which the model's own code uses too."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        for block in self.blocks[1:]:
+            assert isinstance(block, Faulty)
+            block.up.weight = self.blocks[0].get_parameter("up.weight")
+
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        logits: torch.Tensor = super().forward(ids)
+        return logits + F.linear(self.embedding(ids), self.blocks[0].get_parameter("up.weight")).mean()
+
+
 @pytest.mark.sample(3)
 @pytest.mark.parametrize("part", ["output", "gradient"])
 @pytest.mark.parametrize(
-    "options", [{}, {"schedule": "layer_major"}, {"activations": "nvme"}], ids=["plain", "in turns", "recomputed"]
+    ("model", "options"),
+    [
+        (Stack, {}),
+        (Stack, {"schedule": "layer_major"}),
+        (Stack, {"activations": "nvme"}),
+        (TiedStack, {}),
+    ],
+    ids=["plain", "in turns", "recomputed", "tied"],
 )
 def test_a_flipped_bit_stops_the_step_which_is_made_again(
-    part: str, options: dict[str, Any], audited: list[int], tmp_path: Path
+    part: str, model: Callable[[], nn.Module], options: dict[str, Any], audited: list[int], tmp_path: Path
 ) -> None:
+    job = STACK._replace(model=model)
     by = accumulated_step if "schedule" in options else train_step
-    calm = run(STACK, DISK, tmp_path / "calm", by, **options)
-    engine = start(STACK, DISK, tmp_path / "faulty", audit="random", **options)
-    losses = [by(engine, STACK, step) for step in range(2)]
-    choice = choose(STACK.seed, 3, 3, 3)
+    calm = run(job, DISK, tmp_path / "calm", by, **options)
+    engine = start(job, DISK, tmp_path / "faulty", audit="random", **options)
+    losses = [by(engine, job, step) for step in range(2)]
+    choice = choose(job.seed, 3, 3, 3)
     assert choice is not None
     block = engine.module.get_submodule(f"blocks.{choice.block}")
     assert isinstance(block, Faulty)
@@ -177,12 +201,12 @@ def test_a_flipped_bit_stops_the_step_which_is_made_again(
     before = weights_of(engine)
     words = f"step 3: the {part}.* of blocks.{choice.block}, micro-batch {choice.micro_batch}, came out"
     with pytest.raises(AuditError, match=words):
-        by(engine, STACK, 2)
+        by(engine, job, 2)
     assert engine.global_steps == 2
     for name, values in weights_of(engine).items():
         assert torch.equal(values, before[name]), name
     engine.zero_grad()
-    losses += [by(engine, STACK, step) for step in range(2, 4)]
+    losses += [by(engine, job, step) for step in range(2, 4)]
     assert losses == calm.losses
     for name, values in weights_of(engine).items():
         assert torch.equal(values, calm.weights[name]), name
@@ -228,7 +252,25 @@ class InPlace(Stack):
         return logits
 
 
-@pytest.mark.parametrize("model", [Twice, InPlace])
+class Reentrant(nn.Module):
+    """A block with a part that a reentrant checkpoint computes again, behind one that no checkpoint does."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.inner = nn.LayerNorm(16), nn.Linear(16, 16)
+
+    def forward(self, values: torch.Tensor) -> torch.Tensor:
+        output: torch.Tensor = checkpoint(self.inner, self.norm(values), use_reentrant=True)
+        return output
+
+
+class ReentrantParts(Stack):
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(Reentrant() for _ in range(3))
+
+
+@pytest.mark.parametrize("model", [Twice, InPlace, ReentrantParts])
 def test_what_cannot_be_compared_passes(model: Callable[[], nn.Module], audited: list[int], tmp_path: Path) -> None:
     job = STACK._replace(model=model)
     assert_same(run(job, DISK, tmp_path / "plain"), run(job, DISK, tmp_path / "audited", audit="random"))
@@ -276,6 +318,146 @@ def wide_loss(model: Any, step: int, micro: int) -> torch.Tensor:
 
 
 WIDE = Job(Wide, wide_loss, steps=6)
+
+
+def rows_of(step: int, micro: int) -> torch.Tensor:
+    return torch.randn(4, 16, generator=torch.Generator().manual_seed(3 * step + micro))
+
+
+def square_loss(model: Any, step: int, micro: int) -> torch.Tensor:
+    loss: torch.Tensor = model(rows_of(step, micro)).square().mean()
+    return loss
+
+
+class Normed(nn.Module):
+    """Blocks whose norm changes buffers that autograd has saved."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.Sequential(*(nn.Sequential(nn.Linear(16, 16), nn.BatchNorm1d(16)) for _ in range(3)))
+
+    def forward(self, rows: torch.Tensor) -> torch.Tensor:
+        output: torch.Tensor = self.blocks(rows)
+        return output
+
+
+@pytest.mark.parametrize("accumulation", [1, 3])
+@pytest.mark.parametrize("placement", [("none", "none"), DISK], ids=["in memory", "paged"])
+def test_statistics_of_a_norm_are_those_of_a_run_without_an_audit(
+    placement: tuple[str, str], accumulation: int, audited: list[int], tmp_path: Path
+) -> None:
+    job = Job(Normed, square_loss, steps=6, accumulation=accumulation)
+    plain = run(job, placement, tmp_path / "plain")
+    assert "blocks.0.1.running_mean" in plain.weights
+    assert_same(plain, run(job, placement, tmp_path / "audited", audit="random"))
+    assert audited == [5] * job.steps, "the output, two weights and two biases"
+
+
+class Tied(nn.Module):
+    """Two of the blocks have one weight."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(nn.Sequential(nn.Linear(16, 16), nn.Tanh()) for _ in range(3))
+        self.tie()
+
+    def tie(self) -> None:
+        self.blocks[2].get_submodule("0").weight = self.blocks[0].get_parameter("0.weight")
+
+    def forward(self, rows: torch.Tensor) -> torch.Tensor:
+        for block in self.blocks:
+            rows = block(rows)
+        return rows
+
+
+class UsedElsewhere(Tied):
+    """The model uses the weight of a block before and after the block."""
+
+    def tie(self) -> None:
+        return
+
+    def forward(self, rows: torch.Tensor) -> torch.Tensor:
+        weight = self.blocks[1].get_parameter("0.weight")
+        return F.linear(super().forward(F.linear(rows, weight)), weight)
+
+
+class UsedTwiceInside(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.up = nn.Linear(16, 16)
+
+    def forward(self, rows: torch.Tensor) -> torch.Tensor:
+        return F.linear(self.up(rows).tanh(), self.up.weight)
+
+
+class TiedTwice(Tied):
+    """A weight is used twice in each of two blocks."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(UsedTwiceInside() for _ in range(3))
+        self.blocks[2].get_submodule("up").weight = self.blocks[0].get_parameter("up.weight")
+
+
+@pytest.mark.parametrize("model", [Tied, UsedElsewhere, TiedTwice])
+@pytest.mark.parametrize("placement", [("none", "none"), DISK], ids=["in memory", "paged"])
+def test_of_a_weight_with_other_uses_the_part_of_the_block_is_compared(
+    placement: tuple[str, str], model: Callable[[], nn.Module], audited: list[int], tmp_path: Path
+) -> None:
+    job = Job(model, square_loss, steps=8, accumulation=2)
+    plain = run(job, placement, tmp_path / "plain")
+    assert_same(plain, run(job, placement, tmp_path / "audited", audit="random"))
+    assert audited == [3] * job.steps, "the output, the weight and the bias"
+
+
+class Routed(nn.Module):
+    """A block that gives the loss two tensors by attributes: one that it uses once more, and one that it uses twice."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(16, 16), nn.Linear(16, 16)
+
+    def forward(self, rows: torch.Tensor) -> torch.Tensor:
+        self.once = self.up(rows)
+        self.twice = self.once.tanh()
+        output: torch.Tensor = self.twice + self.down(self.twice)
+        return output
+
+
+class RoutedBlocks(Tied):
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(Routed() for _ in range(3))
+
+
+def routed_loss(attribute: str, model: Any, step: int, micro: int) -> torch.Tensor:
+    loss: torch.Tensor = square_loss(model, step, micro)
+    if step % 2:
+        loss = loss + sum(getattr(block, attribute).square().mean() for block in model.module.blocks)
+    return loss
+
+
+@pytest.mark.parametrize("attribute", ["once", "twice"])
+def test_a_tensor_that_a_block_gives_the_loss_by_an_attribute_is_no_flip(
+    attribute: str, audited: list[int], tmp_path: Path
+) -> None:
+    job = Job(RoutedBlocks, partial(routed_loss, attribute), steps=4)
+    assert_same(run(job, DISK, tmp_path / "plain"), run(job, DISK, tmp_path / "audited", audit="random"))
+    assert audited == [5, 1, 5, 1], "in every other step the output alone"
+
+
+def loss_after_another_gradient(model: Any, step: int, micro: int) -> torch.Tensor:
+    rows = rows_of(step, micro).requires_grad_()
+    output = model(rows)
+    (sensitivity,) = torch.autograd.grad(output.sum(), rows, retain_graph=True)
+    loss: torch.Tensor = (output - sensitivity).square().mean()
+    return loss
+
+
+def test_a_gradient_that_a_loss_asks_for_first_is_no_flip(audited: list[int], tmp_path: Path) -> None:
+    job = Job(Tied, loss_after_another_gradient, steps=4)
+    assert_same(run(job, DISK, tmp_path / "plain"), run(job, DISK, tmp_path / "audited", audit="random"))
+    assert audited == [1] * job.steps, "the output alone"
 
 
 def unit_of(engine: Any, block: str) -> int:
@@ -469,13 +651,16 @@ def _of_two_ranks(job: Job, folder: Path, audit: str | None) -> tuple[Result, in
         return result, len(compared)
 
 
-@pytest.mark.parametrize("quantized", ["", "weights"], ids=["plain", "codes of weights"])
-def test_two_ranks_audit_the_same_calls(quantized: str, ranks: rank_pool.RankPool, tmp_path: Path) -> None:
-    job = SHALLOW_DROPOUT._replace(quantized=quantized)
+@pytest.mark.parametrize(
+    "job",
+    [SHALLOW_DROPOUT, SHALLOW_DROPOUT._replace(quantized="weights"), Job(UsedElsewhere, square_loss, steps=4)],
+    ids=["plain", "codes of weights", "a weight with other uses"],
+)
+def test_two_ranks_audit_the_same_calls(job: Job, ranks: rank_pool.RankPool, tmp_path: Path) -> None:
     plain, audited_ranks = (ranks.run(_of_two_ranks, job, tmp_path, audit) for audit in (None, "random"))
     for (left, none), (right, all_steps) in zip(plain, audited_ranks, strict=True):
         assert_same(left, right)
-        assert (none, all_steps) == (0, SHALLOW_DROPOUT.steps)
+        assert (none, all_steps) == (0, job.steps)
 
 
 RANKS = WIDE._replace(accumulation=1, steps=5)
