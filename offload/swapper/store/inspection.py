@@ -235,9 +235,9 @@ def _look(folder: Path) -> RankFiles:
         wrong += _wrong_drives(folder, manifest)
         refused = _refused_files(_folders(folder, manifest))
         # A file that is wrong already keeps its reason, which says what the file is for.
-        known = {wrong_file.path for wrong_file in wrong}
+        reasoned = {wrong_file.path for wrong_file in wrong}
         wrong = [Refused(*wrong_file) if wrong_file.path in refused else wrong_file for wrong_file in wrong]
-        wrong += [refusal for path, refusal in refused.items() if path not in known]
+        wrong += [refusal for path, refusal in refused.items() if path not in reasoned]
     begun = not drive and was_begun(folder, unpack_records(_bytes(folder / "commit") or b""))
     return RankFiles(folder, rank, commits, manifest, drive, None, tuple(wrong), begun)
 
