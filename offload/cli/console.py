@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from offload.cli.options import too_long
 from offload.errors import BudgetError, ConfigError, OffloadError, StoreError, UsageError, is_damage, printable
 
 if TYPE_CHECKING:
@@ -98,6 +99,8 @@ def errors(
     try:
         yield
     except (OffloadError, OSError) as error:
+        if too_long(error):
+            raise
         echo_error(error, named)
         raise typer.Exit(code_of(error, code, failed)) from None
 
