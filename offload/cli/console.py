@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from offload.cli.options import too_long
 from offload.errors import BudgetError, ConfigError, OffloadError, StoreError, UsageError, is_damage, printable
 
 if TYPE_CHECKING:
@@ -88,7 +89,9 @@ def printable_logs() -> Iterator[None]:
 
 
 @contextmanager
-def errors(code: int, named: Mapping[str, Path | None] = MappingProxyType({})) -> Iterator[None]:
+def errors(
+    code: int, named: Mapping[str, Path | None] = MappingProxyType({}), *, failed: int = FAILED
+) -> Iterator[None]:
     """Reports an `OffloadError` or `OSError` in one line on stderr, and exits with `code_of` it.
 
     `named` has the paths to be written, by option; the message about one names the option too.
@@ -96,20 +99,22 @@ def errors(code: int, named: Mapping[str, Path | None] = MappingProxyType({})) -
     try:
         yield
     except (OffloadError, OSError) as error:
+        if too_long(error):
+            raise
         echo_error(error, named)
-        raise typer.Exit(code_of(error, code)) from None
+        raise typer.Exit(code_of(error, code, failed)) from None
 
 
-def code_of(error: BaseException, of_files: int) -> int:
-    """Returns the exit code of an error: `BAD_INPUT` if the input was refused, `FAILED` if something failed.
+def code_of(error: BaseException, of_files: int, failed: int = FAILED) -> int:
+    """Returns the exit code of an error: `BAD_INPUT` if the input was refused, `failed` if something failed.
 
     `of_files` is the code of an error of a file that is not damaged: the user may have named the file.
     """
     if is_damage(error):
-        return FAILED
+        return failed
     if isinstance(error, ConfigError | BudgetError | StoreError | UsageError):
         return BAD_INPUT
-    return of_files if isinstance(error, OSError) else FAILED
+    return of_files if isinstance(error, OSError) else failed
 
 
 @contextmanager

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import dataclasses
 import difflib
+import errno
 import functools
 import inspect
+import os
 import re
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -170,9 +172,36 @@ class HelpContext(typer.Context):
 
 
 class Command(TyperCommand):
-    """A command."""
+    """A command. A name that is too long for the system is bad input of the argument that has it."""
 
     context_class = HelpContext
+
+    def invoke(self, ctx: Any) -> Any:
+        try:
+            return super().invoke(ctx)
+        except OSError as error:
+            argument, typed = _argument_of(ctx, str(error.filename)) if too_long(error) else ("", "")
+            if not argument:
+                raise
+            words = f"{typed}: {error.strerror}; give a shorter name"
+            raise typer.BadParameter(words, ctx, param_hint=argument) from error
+
+
+def too_long(error: BaseException) -> bool:
+    """Returns True for an error of the system about a name that is too long; `Command` says which argument has it."""
+    return isinstance(error, OSError) and error.errno == errno.ENAMETOOLONG
+
+
+def _argument_of(ctx: Any, path: str) -> tuple[str, str]:
+    """Returns the option or argument of a command that leads to `path`, and its value; "" for both if none does."""
+    matches = [("", "")]
+    for parameter in ctx.command.params:
+        name = parameter.opts[0] if parameter.param_type_name == "option" else parameter.name.upper()
+        value = ctx.params.get(parameter.name)
+        for typed in map(str, value if isinstance(value, list | tuple) else [value]):
+            if path.startswith((typed, os.path.abspath(typed))):
+                matches.append((name, typed))
+    return max(matches, key=lambda match: len(match[1]))
 
 
 class Grouped(Command):

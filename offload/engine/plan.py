@@ -36,6 +36,7 @@ from offload.engine.shared_memory import check_shared_memory
 from offload.engine.snapshot import Snapshot, persistent_buffers
 from offload.engine.state import Differences
 from offload.errors import BudgetError, ConfigError, StoreError, UsageError
+from offload.fileio import check_name
 from offload.fileio.cache_file import Stamp
 from offload.hardware import probe
 from offload.hardware.system import check_folders, folder_notices
@@ -1120,11 +1121,14 @@ def _resume(config: Config, on_disk: bool) -> tuple[bool, tuple[str, ...]]:
 def check_division(drives: Sequence[str], run: str, suffix: str, resume: str) -> None:
     """Raises `StoreError` if tensor parallelism or a pipeline divides the run to resume otherwise than this start.
 
+    Raises `ConfigError` if the system takes no path as that of the drive.
+
     `suffix` ends the run's name and names this column, such as "-tp0of2" or "-pp0of2". It is empty if neither divides
     the model.
     """
     if not drives or resume not in ("auto", "must"):
         return
+    check_name(Path(drives[0]), '"nvme_path"')
     for folder in sorted(Path(drives[0]).glob(f"{run}*")):
         end = folder.name.removeprefix(run)
         # All columns of one grid have the same sizes in their names. They differ only in their coordinates.

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from offload.fileio.atomic_write import (
     atomic_write,
+    check_name,
     check_place,
     check_writable,
     keep_mode_and_owner,
@@ -33,6 +34,7 @@ __all__ = [
     "atomic_write",
     "cache_file",
     "cache_folder",
+    "check_name",
     "check_ours",
     "check_place",
     "check_writable",

@@ -15,6 +15,9 @@ from offload.aio.unanswered import sync
 from offload.errors import ConfigError, IoError, OffloadError
 from offload.notices import folder_to_make
 
+_MOST_OF_NAME = 255
+"""Bytes of a name in a file system of Linux."""
+
 
 @contextlib.contextmanager
 def naming_errors(path: Path, operation: str, offset: int = 0, nbytes: int = 0) -> Iterator[None]:
@@ -34,6 +37,22 @@ def naming_errors(path: Path, operation: str, offset: int = 0, nbytes: int = 0) 
         raise IoError(str(path), offset, nbytes, int(number[1]), operation) from error
 
 
+def check_name(path: Path, option: str) -> None:
+    """Raises `ConfigError` if the system takes no path as this one, such as with a name of more than 255 bytes.
+
+    `option` is what the user calls the path, such as "--output".
+    """
+    try:
+        # Below a folder that is missing, the system looks at no name.
+        if any(len(os.fsencode(name)) > _MOST_OF_NAME for name in path.parts):
+            raise OSError(errno.ENAMETOOLONG, os.strerror(errno.ENAMETOOLONG))
+        os.stat(path)
+    except (FileNotFoundError, NotADirectoryError):
+        pass
+    except OSError as error:
+        raise ConfigError(f"{option} {path} cannot be used: {error.strerror}; give another place") from error
+
+
 def check_place(path: Path, option: str, folder: Path | None = None) -> None:
     """Checks that a file or folder can be made at `path`, before work that its error would lose. Leaves nothing.
 
@@ -44,6 +63,7 @@ def check_place(path: Path, option: str, folder: Path | None = None) -> None:
     Raises:
         ConfigError: If nothing can be made there.
     """
+    check_name(path, option)
     folder = Path(os.path.realpath(path)).parent if folder is None else folder
     if not folder.is_dir():
         why = f"{folder} is no folder; give another place" if folder.exists() else None
@@ -60,6 +80,7 @@ def check_place(path: Path, option: str, folder: Path | None = None) -> None:
 
 def check_writable(path: Path, option: str) -> None:
     """Checks that a file can be written or replaced at `path`; see `check_place`. A device and a pipe pass."""
+    check_name(path, option)
     if path.is_dir():
         raise ConfigError(f"{option} {path} cannot be written: it is a folder; give a file")
     if path.exists() and not os.access(path, os.W_OK):

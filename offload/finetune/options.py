@@ -238,7 +238,8 @@ class Options:
         "Keep the state of each step that is a multiple of this, for `offload fork`. [default: none]", min=1
     )
     log: Path | None = option(
-        "Write a JSON object a step. A resumed run appends to the file, a new one moves an earlier log aside.",
+        "Write a JSON object a step. A resumed run appends to the file, a new one moves an earlier log aside. Without "
+        "room on the drive training goes on, with a warning.",
         group="Logging",
     )
     report_to: tuple[str, ...] = option(

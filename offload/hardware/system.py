@@ -20,6 +20,7 @@ import torch
 
 from offload import kernels
 from offload.errors import ConfigError
+from offload.fileio import check_name
 from offload.kernels import _native
 from offload.kernels.settings import isa_from
 from offload.notices import Remark
@@ -269,6 +270,7 @@ def check_folders(folders: Iterable[str]) -> None:
     the folder for temporary files.
     """
     for name in folders:
+        check_name(Path(name), '"nvme_path"')
         path = Path(os.path.realpath(name))
         there = next(parent for parent in path.parents if parent.exists())
         for_drives = not path.exists() and any(path.is_relative_to(place) for place in _FOR_DRIVES)

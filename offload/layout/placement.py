@@ -330,7 +330,9 @@ def divide_device(
     in_host = with_tier(tiers, ((unit, State.GRAD) for unit, row in enumerate(tiers) if State.GRAD in row), Tier.HOST)
     least = device_fixed(parts, in_host) + together
     if request.device_memory is not None:
-        check_budget('"device_memory"', request.device_memory, least, least_holds(parts))
+        share = request.weights_on_device
+        what = '"device_memory"' if share is None else f'"device_memory" of {100 * share:.15g}%'
+        check_budget(what, request.device_memory, least, least_holds(parts))
         # Test devices of type cpu do not tell what is free.
         if not machine.host_addressable and 0 < machine.free_device < request.device_memory:
             raise BudgetError(
@@ -868,6 +870,8 @@ def place(
     classes = classes._replace(cache=classes.cache + parts.pages_nbytes(promoted))
     if request.inputs is None and inputs is not None:
         inputs = (whole - sum(classes)) // PAGE * PAGE  # and what weights and states do not use
+    if request.weights_on_device is not None:  # weights that have moved to disk come and go, also where a CPU computes
+        request = replace(request, device_memory=device_share(request.weights_on_device, parts, tiers))
     device_nbytes, device_need = divide_device(parts, mode, request, machine, tiers)
     # An explicit budget of the host includes inputs of blocks.
     in_host = sum(classes) + ((inputs or 0) if request.host_memory is not None else 0)

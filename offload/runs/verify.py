@@ -23,7 +23,7 @@ from offload.runs.own_checkpoint import find_own
 from offload.sizes import count_of, format_size
 from offload.swapper.store.folder import RunNotes
 from offload.swapper.store.format import last_of_all
-from offload.swapper.store.inspection import COMMIT_BEGUN, Commit, Misplaced, RankFiles, Wrong, look
+from offload.swapper.store.inspection import COMMIT_BEGUN, Commit, Misplaced, RankFiles, Refused, Wrong, look
 from offload.swapper.store.recovery import Damage, Mend, Undo, damages_of_commit
 from offload.swapper.store.repair import Copies, FirstValues, lengthen
 
@@ -76,6 +76,11 @@ class RankReport:
         return any(isinstance(wrong, Misplaced) for wrong in self.wrong)
 
     @property
+    def refused(self) -> bool:
+        """True if there is something in the place of a file that a start opens."""
+        return any(isinstance(wrong, Refused) for wrong in self.wrong)
+
+    @property
     def steps(self) -> tuple[int, ...]:
         """Steps of the rank's intact commits, newest first: a resume of this rank alone takes the first one."""
         if not self.common or self.wrong_model or self.misplaced:
@@ -102,7 +107,12 @@ class Report(NamedTuple):
 
     @property
     def resumes(self) -> int | None:
-        """Step from which a resume goes on; None if no commit is known to be intact on all ranks."""
+        """Step from which a resume goes on; None if it is refused, or no commit is known to be intact on all ranks."""
+        return None if any(rank.refused for rank in self.ranks) else self._intact
+
+    @property
+    def _intact(self) -> int | None:
+        """Step of the newest commit that is known to be intact on all ranks; None if there is none."""
         if not all(rank.steps for rank in self.ranks):
             return None
         # A rank that is a commit ahead resumes from the commit that all have.
@@ -134,6 +144,11 @@ class Report(NamedTuple):
             )
         elif any(rank.misplaced for rank in self.ranks):
             rows.append("a resume refuses these drives: put those of the run back, in the order of its nvme_path")
+        elif any(rank.refused for rank in self.ranks) and self._intact is not None:
+            rows.append(
+                f"step {self._intact} is intact, and a resume refuses what is in the place of a file: remove it, and "
+                "verify again"
+            )
         elif self.resumes is not None and "@" in self.path.name:
             rows.append(f"the states of step {self.resumes} are intact, and can be forked or exported")
         elif self.resumes is not None:

@@ -210,6 +210,40 @@ def test_a_place_that_cannot_be_written_is_refused_before_the_work(arguments: st
     assert refused(*arguments.split()).startswith(f"{named} cannot be written: no file can be made in /proc (")
 
 
+@pytest.mark.parametrize(
+    ("arguments", "named"),
+    [
+        ("train --text LONG", "--text"),
+        ("train --model LONG --no-output", "--model"),
+        ("train --output LONG", "--output"),
+        ("train --no-output --log LONG", "--log"),
+        ("train --no-output --nvme-path LONG/b", "--nvme-path"),
+        ("inspect LONG", "PATH"),
+        ("verify . --repair --model LONG", "--model"),
+        ("export . LONG.gguf", "OUT"),
+        ("generate LONG --prompt L", "MODEL"),
+        ("generate . --prompt x --output LONG", "--output"),
+        ("replay . --steps 1 --certificate LONG", "--certificate"),
+        ("plan --parameters 1B --gpu 24GB --write a/LONG", "--write"),
+        ("launch --hostfile LONG script.py", "--hostfile"),
+    ],
+)
+def test_a_name_that_is_too_long_is_told_with_its_argument(
+    arguments: str, named: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "a").mkdir()
+    words = arguments.replace("LONG", "L" * 300).split()
+    if words[0] == "train":
+        (tmp_path / "text.py").write_text("def double(number):\n    return 2 * number\n" * 50)
+        words += () if "--text" in words else ("--text", "text.py")
+        words += ("--device", "cpu", "--steps", "1", "--batch-size", "2", "--seq-len", "32")
+    done = CliRunner().invoke(app, words, prog_name="offload")
+    told = done.stderr.splitlines()[-1]
+    assert done.exit_code == 2 and re.match(rf"error: (invalid value for )?{named}:? ", told), done.output
+    assert "File name too long" in told
+
+
 @pytest.mark.parametrize("path", [Path("proof"), Path("../proof"), Path("/mnt/proof")])
 @pytest.mark.parametrize("below", ["", "/file.json"])
 def test_a_full_drive_is_told_with_the_option_that_led_there(

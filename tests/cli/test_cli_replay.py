@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import hashlib
 import json
 import os
@@ -14,6 +15,7 @@ from typer.testing import CliRunner
 
 from offload.aio import IoQueue
 from offload.cli.main import app
+from offload.errors import IoError, NumericsError, StoreError
 from offload.sizes import PAGE
 from offload.states import State
 from offload.swapper.store import Store
@@ -224,6 +226,37 @@ def test_a_log_without_the_numbers_is_refused_and_that_of_another_run_is_named()
     refused = replay("--steps", "3", "--log", "other", "--certificate", "steps.json")
     assert refused.exit_code == 2 and "error: this log is of another run: other is of another" in refused.stderr
     assert not Path("steps.json").exists() and "equal the log in every bit" not in refused.stdout
+
+
+def test_code_1_is_a_difference_and_the_result_is_printed_before_the_certificate(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    assert call("--steps", "4", *KEPT).exit_code == 0
+
+    def full(path: Path, *_: object) -> None:
+        raise IoError(str(path), 0, 0, errno.ENOSPC, "write")
+
+    with monkeypatch.context() as patch:
+        patch.setattr("offload.cli.commands.store.atomic_write", full)
+        done = replay("--steps", "3..4", "--certificate", "proof.json")
+        assert done.exit_code == 2 and "cannot write --certificate proof.json: [Errno 28] No space" in done.stderr
+        assert "2 of 2 steps equal the log in every bit" in done.stdout
+        change_log(3, "loss", 1.5)
+        done = replay("--steps", "3..4", "--certificate", "proof.json")
+        assert done.exit_code == 1 and "--certificate" in done.stderr and "1 of 2 steps equal" in done.stdout
+    for error in (
+        IoError("states", 0, 1, errno.EIO, "read"),
+        StoreError("damaged", damaged=True),
+        NumericsError("the gradient norm is inf"),
+        MemoryError(),
+    ):
+
+        def fails(*_: object, error: Exception = error) -> None:
+            raise error
+
+        with monkeypatch.context() as patch:
+            patch.setattr("offload.runs.replay.fork", fails)
+            assert replay("--steps", "3..4").exit_code == 2, error
 
 
 def test_an_interrupted_fork_leaves_nothing_and_a_leftover_is_named(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -115,6 +116,33 @@ def test_an_intact_run_passes(run: Path) -> None:
         and ": intact" in output_of(run)
     )
     assert inspected(run)["damaged"] == []
+
+
+@pytest.mark.sample(5)
+@pytest.mark.parametrize("thing", ["folder", "pipe", "link"])
+@pytest.mark.parametrize("place", ["manifest.json", "newest blob", "older blob", "suspect", "second drive"])
+def test_what_is_in_the_place_of_a_file_is_refused_by_a_resume_and_verify_says_so(
+    run: Path, swap: Path, place: str, thing: str
+) -> None:
+    blob, _ = newest(run)
+    names = {"newest blob": f"blob.{blob}", "older blob": f"blob.{1 - blob}"}
+    path = run / "rank0" / names.get(place, place)
+    if place == "second drive":
+        path = swap / "second" / "default" / "rank0" / "manifest.json"
+    if path.exists():
+        path.rename(swap / "aside")
+    make = {"folder": path.mkdir, "pipe": lambda: os.mkfifo(path), "link": lambda: path.symlink_to(swap / "aside")}
+    make[thing]()
+    code, report = verify(run)
+    assert code == 1 and report["resumes"] is None
+    assert [wrong["path"] for wrong in report["ranks"][0]["files"]] == [str(path)]
+    step = 2 if place == "newest blob" else 3
+    words = f"step {step} is intact, and a resume refuses what is in the place of a file: remove it, and verify again"
+    assert report["next"] == [words]
+    assert resumed(swap) is None
+    path.rmdir() if thing == "folder" else path.unlink()
+    assert verify(run)[1]["resumes"] == step
+    assert resumed(swap) == step
 
 
 @pytest.mark.sample(2)

@@ -287,3 +287,17 @@ def test_arguments_of_other_kinds(case: str, tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=message):
         offload.initialize(model=model, config=config(models.SHALLOW, DISK, tmp_path), **arguments(model))
     assert not any(path.is_file() for path in tmp_path.rglob("*"))
+
+
+@pytest.mark.parametrize("path", ["LONG", "LONG/b", "a/LONG"])
+@pytest.mark.parametrize("resume", ["never", "auto"])
+def test_a_name_that_is_too_long_is_an_error_of_its_key(
+    path: str, resume: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also below a folder that is missing, where the system looks at no name."""
+    monkeypatch.chdir(tmp_path)
+    path = path.replace("LONG", "L" * 300)
+    model = torch.nn.Linear(4, 4)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with pytest.raises(ConfigError, match=f'"nvme_path" {path} cannot be used: File name too long'):
+        offload.initialize(model, optimizer=optimizer, states="nvme", path=path, config={"offload": {"resume": resume}})

@@ -16,10 +16,10 @@ import offload
 from bench.memory_limit import MemoryLimit
 from offload.errors import BudgetError, ConfigError
 from offload.layout.peak_memory import beside_budgets
-from offload.layout.placement import MachineMemory, host_needs, least_host, place, usable_host
+from offload.layout.placement import MachineMemory, divide_device, host_needs, least_host, place, usable_host
 from offload.layout.tiers import PlacementRequest, configured, demotions, with_tier
 from offload.sizes import MIB
-from offload.states import Tier
+from offload.states import State, Tier
 from tests.support.oracle import processes
 from tests.support.processes.device_process import engine_device
 from tests.support.processes.memory_limit import memory_limit
@@ -137,6 +137,28 @@ def test_a_percentage_of_the_weights_and_two_units_are_the_device_budget(share: 
     placement = place(parts, MODE, request, machine)
     assert 0 <= placement.device_nbytes - units * MIB < 4096, "rounded to a page"
     assert placement.device_need.most == placement.device_nbytes, "as an explicit budget it does not grow"
+
+
+def test_a_percentage_counts_weights_that_a_small_host_budget_moves_to_disk() -> None:
+    """A CPU computes with weights in host memory where they are, and reads those on disk into its device arena."""
+    parts = replace(parts_of([MIB] * 4), host_addressable=True)
+    machine = MachineMemory(free_host=1 << 34, free_device=0, host_addressable=True, drives=True)
+    request = PlacementRequest(weights=Tier.HOST, states=Tier.HOST, weights_on_device=0.5)
+    least = sum(least_host(parts, MODE, request, machine))
+    placement = place(parts, MODE, replace(request, host_memory=least), machine)
+    assert any(row[State.WEIGHT] is Tier.DISK for row in placement.tiers)
+    assert placement.device_nbytes >= placement.device_need.least > 0
+    roomy = place(parts, MODE, replace(request, host_memory=1 << 30), machine)
+    assert roomy.device_nbytes == 0, "all weights are in host memory"
+
+
+def test_a_percentage_that_is_too_small_is_named_as_it_was_typed() -> None:
+    parts = parts_of([MIB] * 4)
+    machine = MachineMemory(free_host=1 << 34, free_device=1 << 34, host_addressable=False, drives=True)
+    request = PlacementRequest(weights=Tier.HOST, states=Tier.HOST, weights_on_device=0.125, device_memory=0)
+    tiers = configured(parts, request, MODE.weight_dtype.itemsize)
+    with pytest.raises(BudgetError, match=r'^"device_memory" of 12\.5% is 0 B .*, the least that works is '):
+        divide_device(parts, MODE, request, machine, tiers)
 
 
 def test_a_percentage_of_weights_that_all_stay_is_refused() -> None:

@@ -13,7 +13,7 @@ import typer
 
 from offload.cli.console import BAD_INPUT, FAILED, Json, echo, errors, make_console
 from offload.cli.signals import signals
-from offload.errors import StoreError, UsageError
+from offload.errors import StoreError, UsageError, naming_memory
 from offload.fileio import atomic_write, check_place, real_path
 from offload.notices import shell_command
 from offload.options import checked, dtypes
@@ -401,8 +401,8 @@ def replay(
     each step's loss and gradient norm, and of the last step's states, if that step is kept. The run is only read: a
     fork of it computes, and is removed.
 
-    Exit code 0 if all bits are equal, 1 if one differs, 2 if the steps cannot be computed again or the log is of
-    another run.
+    Exit code 0 if all bits are equal, 1 if one differs, 2 if the steps cannot be computed again, the log is of another
+    run, or the certificate cannot be written.
     Example: offload replay /mnt/nvme/my-run --steps 101..120 --certificate steps.json
     """
     import logging
@@ -413,7 +413,9 @@ def replay(
 
     logging.getLogger("offload").setLevel(logging.ERROR)
     placement = {"offload_param": offload_param, "offload_optimizer": offload_optimizer}
-    with errors(FAILED, {"--certificate": certificate}), signals():
+    named = {"--certificate": certificate}
+    # 1 is the code of a difference alone, so nothing that fails has it.
+    with errors(BAD_INPUT, named, failed=BAD_INPUT), naming_memory(), signals():
         wanted = parse_steps(steps)
         if certificate is not None:
             if certificate.exists():
@@ -428,13 +430,15 @@ def replay(
                 placement={name: tier for name, tier in placement.items() if tier is not None},
                 say=lambda line: echo(line, err=True),
             )
-        if certificate is not None:
-            atomic_write(certificate, json.dumps(proof, indent=2) + "\n")
+    # First what hours have computed: the certificate may find no room.
     if json_output:
         print(json.dumps(proof))
     else:
         for line in lines_of(proof):
             echo(line)
+    if certificate is not None:
+        with errors(BAD_INPUT if proof["equal"] else FAILED, named):
+            atomic_write(certificate, json.dumps(proof, indent=2) + "\n")
     if not proof["equal"]:
         raise typer.Exit(FAILED)
 

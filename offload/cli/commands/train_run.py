@@ -27,6 +27,7 @@ from rich.table import Column
 from rich.text import Text
 
 from offload.cli.console import BAD_INPUT, FAILED, code_of, make_table, with_option
+from offload.cli.options import too_long
 from offload.cli.signals import AT_ONCE, ENDING, exit_on_signal, handlers, in_finalizer
 from offload.errors import ConfigError, IoError, OffloadError, is_damage, naming_memory, printable
 from offload.fileio import atomic_write
@@ -410,6 +411,8 @@ class Training:
                         content = None if options.config is None else read_json(options.config)
                         job = prepare(options, content, self._say)
                 except (OffloadError, OSError) as error:
+                    if too_long(error):
+                        raise
                     closed = isinstance(error, OSError) and error.errno == errno.EPIPE
                     _quit(error, FAILED if closed else code_of(error, BAD_INPUT), options)
                 # `prepare` found an identical job that has ended: the JSON line appears in this case too.

@@ -63,6 +63,10 @@ class Misplaced(Wrong):
     """A manifest of another store or drive: a resume refuses it, and writes any other damaged manifest anew."""
 
 
+class Refused(Wrong):
+    """A file that is there and cannot be opened, or a folder, a pipe or a link in its place: a resume refuses it."""
+
+
 class Commit(NamedTuple):
     """A commit record whose checksum is correct, and its blob."""
 
@@ -229,6 +233,11 @@ def _look(folder: Path) -> RankFiles:
             manifest = file
     if not drive:
         wrong += _wrong_drives(folder, manifest)
+        refused = _refused_files(_folders(folder, manifest))
+        # A file that is wrong already keeps its reason, which says what the file is for.
+        reasoned = {wrong_file.path for wrong_file in wrong}
+        wrong = [Refused(*wrong_file) if wrong_file.path in refused else wrong_file for wrong_file in wrong]
+        wrong += [refusal for path, refusal in refused.items() if path not in reasoned]
     begun = not drive and was_begun(folder, unpack_records(_bytes(folder / "commit") or b""))
     return RankFiles(folder, rank, commits, manifest, drive, None, tuple(wrong), begun)
 
@@ -344,6 +353,19 @@ def _wrong_drives(folder: Path, manifest: StoreManifest | None) -> list[Wrong]:
         if have < nbytes:
             wrong.append(Wrong(str(states), f"the file is cut short: {have} bytes of {nbytes}"))
     return wrong
+
+
+def _refused_files(folders: Sequence[Path]) -> dict[str, Refused]:
+    """Returns what a start finds in the way in a rank's folders, by path: it opens each file that is there."""
+    refused = {}
+    for path in (folder / name for folder in folders for name in FILES if name != "lock"):
+        try:
+            os.close(open_inner(path, 3))
+        except (FileNotFoundError, NotADirectoryError):
+            continue
+        except OSError as error:
+            refused[str(path)] = Refused(str(path), _reason_of(error))
+    return refused
 
 
 def same_but_places(one: StoreManifest, other: StoreManifest) -> bool:

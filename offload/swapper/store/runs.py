@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from offload.errors import StoreError
-from offload.fileio import inner_folder, real_path
+from offload.fileio import check_name, inner_folder, real_path
 from offload.records import fields, read, whole
 from offload.swapper.store.folder import (
     CLOSED,
@@ -50,6 +50,7 @@ class RunStatus(NamedTuple):
 
 def run_status(paths: Sequence[str | Path], run: str) -> RunStatus:
     """Returns the status of `run` without locking it."""
+    check_name(Path(paths[0]), '"nvme_path"')
     folder = Path(paths[0]) / run
     check_owner(folder)
     # A run that ends writes the note before it deletes its files, and a start deletes the note. Files next to the note
