@@ -397,7 +397,8 @@ class DeviceCache:
         """Waits for copies in flight, since no use may have waited for them, and releases the device memory."""
         for entry in self._table.entries:
             entry.copied.wait()
-            # A gather of a lost rank never ends: the loss is told already, and the gather keeps the memory it fills.
+            # After the loss of a rank a gather never ends. The step has raised `RankError`, and torch's work keeps the
+            # memory that the gather fills.
             with contextlib.suppress(RankError):
                 entry.uploaded.wait()
         self._arena.close()

@@ -109,7 +109,7 @@ def watch_updates(patch: pytest.MonkeyPatch, device: LateDevice) -> list[int]:
     def update(partition: kernels.Partition, segments: Any, *writes: kernels.Writes) -> None:
         given = [partition.weight, partition.grad, *partition.moments, *partition[3:]]
         tensors = [tensor for tensor in given if tensor is not None]
-        device.check_kernel([(each.data_ptr(), each.data_ptr() + each.nbytes) for each in tensors])
+        device.check_kernel([(tensor.data_ptr(), tensor.data_ptr() + tensor.nbytes) for tensor in tensors])
         numels.append(partition.weight.numel())
         device.start_kernel(lambda: real(partition, segments, *writes))
 

@@ -138,7 +138,7 @@ def test_after_a_request_that_failed_the_same_graph_can_be_asked_again(
         slopes, errors = _slopes(engine, 4)
         # As above: a write that failed does no harm where its input is fetched before that.
         assert fault.failed == 1 and errors <= 1 and (errors == 1 or operation == "write")
-        assert all(torch.equal(each, expected) for each in slopes)
+        assert all(torch.equal(slope, expected) for slope in slopes)
         del slopes
         gives_back(engine)
 

@@ -89,7 +89,7 @@ def test_loss_and_gradients_are_those_of_cross_entropy(
 ) -> None:
     given_tensors = tensors_of(tokens, words, seed, bias)
     terms = {"label_smoothing": smoothing, "z_loss": z_loss, "softcap": softcap}
-    exact = [each.detach().double().requires_grad_() if each is not None else None for each in given_tensors[:3]]
+    exact = [tensor.detach().double().requires_grad_() if tensor is not None else None for tensor in given_tensors[:3]]
     expected = plain(*exact, given_tensors[3], **terms)
     expected.backward()
     hidden, weight, own_bias, labels = given_tensors
@@ -417,7 +417,7 @@ def everywhere(register: Any, hook: Any) -> Callable[[Any, Any], None]:
 
 
 def half_of_gradients(_: Any, slopes: Any) -> Any:
-    return tuple(each / 2 for each in slopes)
+    return tuple(slope / 2 for slope in slopes)
 
 
 def by_accelerate(model: Any, patch: Any) -> None:

@@ -64,7 +64,7 @@ def _gradients(
     engine = offload.initialize(model=Stack(use), config=settings_for(folder, tier, tier, **options))[0]
     try:
         engine.backward(engine(x))
-        return [offload.safe_get_full_grad(each) for each in engine.module.parameters()]
+        return [offload.safe_get_full_grad(parameter) for parameter in engine.module.parameters()]
     finally:
         engine.destroy(remove=True)
 

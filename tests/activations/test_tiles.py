@@ -64,7 +64,7 @@ def in_pieces(module: nn.Module, hidden: torch.Tensor, length: int) -> torch.Ten
 
 def gradients(module: nn.Module, output: torch.Tensor, *inputs: torch.Tensor) -> list[torch.Tensor]:
     """Returns the gradients of a sum of squares: those of `others`, then those of the module."""
-    wanted = [*inputs, *(each for each in module.parameters() if each.requires_grad)]
+    wanted = [*inputs, *(parameter for parameter in module.parameters() if parameter.requires_grad)]
     return list(torch.autograd.grad(output.float().square().sum(), wanted))
 
 
@@ -223,7 +223,7 @@ def test_a_whole_use_after_a_tiled_one_in_the_same_autocast_has_its_gradient() -
     with torch.autocast("cpu", torch.bfloat16):
         module(inputs(1, 16, 16))
         short = module(inputs(1, 4, 16))
-    assert all(each.any() for each in gradients(module, short))
+    assert all(tensor.any() for tensor in gradients(module, short))
 
 
 def test_the_gradient_of_the_output_is_not_changed() -> None:
@@ -272,7 +272,7 @@ def test_checkpointing_around_it_changes_no_bit(reentrant: bool) -> None:
     for run_name in (module, lambda given: checkpoint(module, given, use_reentrant=reentrant)):
         torch.manual_seed(1)
         run_name(hidden).square().sum().backward()
-        gradients.append([hidden.grad, *(each.grad for each in module.parameters())])
+        gradients.append([hidden.grad, *(parameter.grad for parameter in module.parameters())])
         hidden.grad = None
         module.zero_grad()
     assert equal(*gradients)
@@ -835,7 +835,7 @@ def test_a_tiled_module_runs_alone(tmp_path: Path) -> None:
         mlp = engine.module.model.layers[0].mlp
         hidden = torch.ones(1, 9, 64).cumsum(1).div(9).to(engine.device).requires_grad_()
         mlp(hidden).square().sum().backward()
-        gradients.append([hidden.grad, *(offload.safe_get_full_grad(each) for each in mlp.parameters())])
+        gradients.append([hidden.grad, *(offload.safe_get_full_grad(parameter) for parameter in mlp.parameters())])
         engine.destroy(remove=True)
     for mine, right in zip(*gradients, strict=True):
         assert right.any() and torch.allclose(mine, right, rtol=0, atol=float(right.abs().max()) * 64 * 2.0**-24)

@@ -37,7 +37,7 @@ def test_batches_of_all_ranks_are_those_of_one(length: int, micro: int, size: in
             expected = expected[: length // (micro * size)]
         else:
             expected[-1] += order[: -length % size]
-        assert together == expected and {len(each) for each in ranks} == {len(expected)}
+        assert together == expected and {len(rank) for rank in ranks} == {len(expected)}
 
 
 def test_batches_come_on_the_device() -> None:

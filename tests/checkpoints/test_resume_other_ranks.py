@@ -556,7 +556,7 @@ def ids(run: Path) -> list[str | None]:
     rank_files = [look(folder) for folder in sorted(run.glob("rank*"))]
     for files in rank_files:
         assert files.whole and f'"run_id": "{files.run_id}"' in (files.folder / "manifest.json").read_text()
-    return [each.run_id for each in rank_files]
+    return [manifest.run_id for manifest in rank_files]
 
 
 def replace(folder: Path, source: Path) -> None:
@@ -638,7 +638,7 @@ def test_a_run_keeps_its_id_until_it_starts_over(runs: Path, ranks: RankPool, tm
     # A copy is of the same run: at one commit it has the same bytes.
     shutil.copytree(run, tmp_path / "again")
     replace(run / "rank1", tmp_path / "again" / "rank1")
-    assert all(isinstance(each, dict) for each in ranks.run(resumed_runs, tmp_path / "copy"))
+    assert all(isinstance(rank, dict) for rank in ranks.run(resumed_runs, tmp_path / "copy"))
     assert ids(run) == [first] * 2
     ranks.run(resumed_runs, tmp_path / "copy", "restart")
     anew = ids(run)

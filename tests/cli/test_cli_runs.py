@@ -96,7 +96,7 @@ def test_an_nvme_path_lists_its_runs_and_nothing_else(run: Path) -> None:
     (drive / "notes" / "finished.json").write_text('{"title": "a thesis"}')
     (drive / "default.txt").write_text("dear")
     report = inspect(drive)
-    assert report["kind"] == "nvme_path" and [each["run"] for each in report["runs"]] == ["default", "done", "other"]
+    assert report["kind"] == "nvme_path" and [run["run"] for run in report["runs"]] == ["default", "done", "other"]
     assert report["runs"][1]["finished"]["steps"] == 1 and report["runs"][1]["ranks"] == []
     words = shown(drive)
     assert "finished at step 1" in words and "photos" not in words and "notes" not in words

@@ -460,7 +460,7 @@ def test_every_wrong_key_is_in_one_error() -> None:
     first, *lines = str(caught.value).split("\n* ")
     assert first == "5 things are wrong with the config:" and len(lines) == len(MESSAGES)
     for message in MESSAGES:
-        assert sum(each.startswith(message) for each in lines) == 1, message
+        assert sum(line.startswith(message) for line in lines) == 1, message
 
 
 def test_two_contradictions_are_one_error() -> None:

@@ -151,7 +151,7 @@ def test_a_rate_in_a_tensor_stays_the_scripts(name: str) -> None:
             if number == 1:
                 engine.set_lr(torch.tensor(0.25))
         assert engine.get_lr() == [0.25] and (rate is None or group["lr"] is rate)
-        weights.append([each.detach().clone() for each in engine.module.parameters()])
+        weights.append([parameter.detach().clone() for parameter in engine.module.parameters()])
         engine.destroy()
     assert all(map(torch.equal, *weights))
 

@@ -202,7 +202,7 @@ def test_a_plan_counts_the_experts_that_so_many_tokens_visit() -> None:
         moved[kind] = plan(shape, machine, Load(1, speculate=False), content)
     numel = [layout.trainable_stop for layout in shape.layouts]
     share = sum(numel[unit] for unit in units[0]) / sum(numel)
-    written = [each.timing.moved.written for each in moved.values()]
+    written = [planned.timing.moved.written for planned in moved.values()]
     assert written[1] / written[0] == pytest.approx(share, rel=0.02)
     assert moved["visited"].timing.moved.read < moved["each"].timing.moved.read
     assert "experts: a micro-batch visits 13.24 of 32, by expectation" in " ".join(heading(moved["visited"]))

@@ -386,7 +386,7 @@ def test_damaged_copies_of_frozen_weights_are_mended_from_the_models_files(
     mended = CliRunner().invoke(app, ["verify", str(run), "--repair", "--model", str(folder), "--json"])
     report = json.loads(mended.stdout)
     assert mended.exit_code == 3 and report["mended"] == count
-    assert {each["mended"] for each in report["ranks"][0]["damages"]} == {"the model's files"}
+    assert {damage["mended"] for damage in report["ranks"][0]["damages"]} == {"the model's files"}
     damage_frozen(run)
     engine = start(folder, tmp_path / "swap", durability="step", resume="must", **block)
     losses, weights = result(engine, 1)

@@ -241,7 +241,7 @@ def test_who_rounds_by_default(case: str) -> None:
     content["offload"] |= block
     config = load_config(content)
     dtypes = gradient_dtypes(config, mode_of(config, ADAM), accumulation)
-    assert tuple(str(each).removeprefix("torch.") for each in (dtypes.sums, dtypes.values)) == expected
+    assert tuple(str(dtype).removeprefix("torch.") for dtype in (dtypes.sums, dtypes.values)) == expected
     assert dtypes.stored is dtypes.sums
 
 

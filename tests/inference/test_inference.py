@@ -87,7 +87,7 @@ def test_a_folder_gives_the_bits_of_the_model_in_memory(dtype: str, shard: str, 
         assert torch.equal(engine.generate(IDS, max_new_tokens=5, do_sample=False, pad_token_id=0), words)
         assert torch.equal(engine.module.state_dict()["model.norm.weight"], model.model.norm.weight)
     files = sum(path.stat().st_size for path in folder.glob("*.safetensors"))
-    assert once.read >= sum(each.numel() * each.element_size() for each in model.parameters())
+    assert once.read >= sum(parameter.numel() * parameter.element_size() for parameter in model.parameters())
     # Whole pages: each unit may share its first and its last with a neighbour, in each file that it is in.
     assert once.read <= files + 2 * PAGE * 2 * len(engine.module.model.layers)
     assert once.written == 0
@@ -392,7 +392,7 @@ def test_score_gives_the_log_likelihood_of_each_record(folder: Path, tmp_path: P
     result = call("score", folder, "--data", tmp_path / "data.jsonl", *map(str, options))
     assert result.exit_code == 0, result.stderr
     lines = lines_of(result.stdout)
-    assert [each["place"] for each in lines] == [f"{tmp_path}/data.jsonl:{number}" for number in range(1, 6)]
+    assert [line["place"] for line in lines] == [f"{tmp_path}/data.jsonl:{number}" for number in range(1, 6)]
     model = transformers.AutoModelForCausalLM.from_pretrained(folder)
     coder = tokenizer(MARKING_TEMPLATE)
     text = [*coder(RECORDS[0]["text"])["input_ids"], 1]
@@ -408,9 +408,9 @@ def test_score_gives_the_log_likelihood_of_each_record(folder: Path, tmp_path: P
     ]
     # The same numbers but for the order of sums in matrices of other shapes: padded batches, chunks of tokens.
     close = [None if each is None else pytest.approx(each, rel=1e-4) for each in expected]
-    assert [each["log_likelihood"] for each in lines] == close
-    assert [each["counted"] for each in lines] == [len(text) - 1, len(completion), 0, len(chat) - assistant, 0]
-    assert [each.get("cut", False) for each in lines] == [False, False, False, False, True]
+    assert [line["log_likelihood"] for line in lines] == close
+    assert [line["counted"] for line in lines] == [len(text) - 1, len(completion), 0, len(chat) - assistant, 0]
+    assert [line.get("cut", False) for line in lines] == [False, False, False, False, True]
     assert "limited by" in result.stderr and "perplexity" in result.stderr and "nothing is written" in result.stderr
     assert "2 records have no token that counts" in result.stderr
     assert {path: path.stat().st_mtime_ns for path in folder.iterdir()} == before
@@ -444,7 +444,7 @@ def test_score_gives_the_logits_of_a_classifier(folder: Path, tmp_path: Path) ->
     with torch.no_grad():
         rewards = [float(model(torch.tensor([[*tokenizer()(text)["input_ids"], 1]])).logits) for text in texts]
     lines = lines_of((tmp_path / "out.jsonl").read_text())
-    assert [each["reward"] for each in lines] == pytest.approx(rewards, rel=1e-4)
+    assert [line["reward"] for line in lines] == pytest.approx(rewards, rel=1e-4)
     again = call("score", tmp_path / "reward", *options)
     assert again.exit_code == 2 and "exists already" in again.stderr
 
@@ -501,7 +501,7 @@ def test_generate_continues_prompts_as_the_plain_model(folder: Path, tmp_path: P
             ids = coder.apply_chat_template(prompt["messages"], tokenize=True, add_generation_prompt=True)["input_ids"]
         made = model.generate(torch.tensor([ids]), max_new_tokens=6, do_sample=False, pad_token_id=1)[0, len(ids) :]
         expected.append(coder.decode(made, skip_special_tokens=True))
-    assert [each["completion"] for each in lines_of(result.stdout)] == expected
+    assert [line["completion"] for line in lines_of(result.stdout)] == expected
     raw = "--raw", "--prompt", "one, two, "
     alone = call("generate", folder, *raw, "--max-new-tokens", "6")
     assert alone.stdout == f"{expected[0]}\n"
@@ -512,7 +512,7 @@ def test_generate_continues_prompts_as_the_plain_model(folder: Path, tmp_path: P
         *("generate", folder, "--data", tmp_path / "data.jsonl", "--max-new-tokens", "6", "--batch-size", "2"),
         *("--static-cache", "100", "--device-memory", "64MiB"),
     )
-    assert [each["completion"] for each in lines_of(cached.stdout)] == expected
+    assert [line["completion"] for line in lines_of(cached.stdout)] == expected
     assert f"take {format_size(2 * cache_nbytes(model.config, 100, 1, 4))} of device memory" in cached.stderr
     there = "--static-cache", "100", "--static-cache-on", "host"
     cached = call("generate", folder, *raw, "--max-new-tokens", "6", *there)
@@ -585,7 +585,7 @@ def test_the_static_cache_takes_the_memory_that_was_said() -> None:
     cache = static_cache(config, 20)
     for number in range(2):
         cache.update(torch.zeros(3, 2, 5, 8), torch.zeros(3, 2, 5, 8), number)
-    held = sum(each.nbytes for layer in cache.layers for each in (layer.keys, layer.values))
+    held = sum(tensor.nbytes for layer in cache.layers for tensor in (layer.keys, layer.values))
     assert held == cache_nbytes(config, 20, 3, 4) == 2 * 3 * 2 * 8 * (8 + 20) * 4
     # In host memory at most three layers of it are on the device, and transformers moves them to a GPU and back.
     assert device_nbytes(config, 20, held, False) == device_nbytes(config, 20, held, True) == held

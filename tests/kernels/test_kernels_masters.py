@@ -129,7 +129,7 @@ def test_steps_and_elements_are_independent() -> None:
     ups = torch.stack([bf16(value, Noise(noise_stream(0, 0, step), 0)) > 1 for step in range(steps)])
     units = torch.stack([bf16(value, Noise(noise_stream(0, unit, 1), 0)) > 1 for unit in range(steps)])
     seeds = torch.stack([bf16(value, Noise(noise_stream(seed, 0, 1), 0)) > 1 for seed in range(steps)])
-    shifted = torch.stack([bf16(value, Noise(NOISE.stream, 2**20 * each)) > 1 for each in range(steps)])
+    shifted = torch.stack([bf16(value, Noise(NOISE.stream, 2**20 * step)) > 1 for step in range(steps)])
     bound = 6 / math.sqrt(4 * numel)
     for drawn in (ups, units, seeds, shifted):
         for left in range(steps):
@@ -258,7 +258,7 @@ def decoded(part: Partition) -> list[torch.Tensor]:
 
 def stored(part: Partition) -> list[bytes]:
     tensors = [part.weight, *part.moments, part.scales, part.residual, part.master]
-    return [each.contiguous().view(torch.uint8).numpy().tobytes() for each in tensors if each is not None]
+    return [tensor.contiguous().view(torch.uint8).numpy().tobytes() for tensor in tensors if tensor is not None]
 
 
 def clone_codes(part: Partition) -> Partition:

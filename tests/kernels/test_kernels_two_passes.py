@@ -47,7 +47,7 @@ def states(part: Partition) -> dict[Writes, list[bytes]]:
     weights = [part.weight, part.residual, part.master]
     moments = [*part.moments, part.scales]
     return {
-        writes: [each.view(torch.uint8).numpy().tobytes() for each in tensors if each is not None]
+        writes: [tensor.view(torch.uint8).numpy().tobytes() for tensor in tensors if tensor is not None]
         for writes, tensors in ((Writes.WEIGHTS, weights), (Writes.MOMENTS, moments))
     }
 

@@ -145,7 +145,7 @@ def _rule(name: str) -> Control:
     inputs = [p, g, *(second if moments else ()), *[torch.zeros(NUMEL)] * (2 - moments)]
 
     def by_formula_with(fault: str) -> bytes:
-        arrays = [Numbers(each.numpy(), fault) for each in inputs]
+        arrays = [Numbers(tensor.numpy(), fault) for tensor in inputs]
         made = list(formula(step, *arrays))
         if name == "lion":
             made[0] = made[0] + F(0)  # the kernel subtracts and adds: a negative zero becomes a positive one

@@ -62,7 +62,7 @@ def changed(model: Network) -> Network:
 
 def optimizer_of(model: Network, grouped: bool) -> torch.optim.AdamW:
     """Returns the optimizer; if `grouped`, with groups of other numbers, whose order is not that of the model."""
-    trained = [each for each in model.parameters() if each.requires_grad]
+    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
     if not grouped:
         return torch.optim.AdamW(trained, **OPTIMIZER)
     vectors = {"params": [each for each in trained if each.dim() < 2], "weight_decay": 0.0, "lr": 3e-2}

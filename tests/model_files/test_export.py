@@ -245,7 +245,7 @@ def test_beside_zero_too(kind: str, four: RankPool, tmp_path: Path) -> None:
 
 
 def check(kind: str, tensors_of_ranks: list[dict[str, torch.Tensor]], folder: Path) -> None:
-    weights = {name: value for each in tensors_of_ranks for name, value in each.items()}
+    weights = {name: value for rank in tensors_of_ranks for name, value in rank.items()}
     assert_same_tensors(read(folder / "model"), weights)
     assert_same_tensors(read(folder / "one"), weights)
     masters = read(folder / "small")

@@ -632,7 +632,7 @@ def forbidden_of(module: nn.Module) -> Callable[..., Any]:
     state_dict = nn.Module.state_dict
 
     def call(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
-        assert all(each.is_meta for each in self.parameters())
+        assert all(parameter.is_meta for parameter in self.parameters())
         return state_dict(self, *args, **kwargs)
 
     return call

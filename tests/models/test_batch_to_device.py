@@ -97,7 +97,7 @@ def tensors(batch: Any) -> list[torch.Tensor]:
         batch = {field.name: getattr(batch, field.name) for field in dataclasses.fields(batch)}
     if isinstance(batch, collections.abc.Mapping):
         batch = list(batch.values())
-    return [each for inner in batch for each in tensors(inner)] if isinstance(batch, list | tuple) else []
+    return [tensor for inner in batch for tensor in tensors(inner)] if isinstance(batch, list | tuple) else []
 
 
 def test_tensors_go_and_the_rest_stays() -> None:
@@ -109,7 +109,7 @@ def test_tensors_go_and_the_rest_stays() -> None:
         leaves = tensors(moved)
         assert leaves and len(leaves) == len(tensors(given)) and all(each.is_meta for each in leaves)
         assert {each.dtype for each in leaves} <= {BF16, torch.int64}
-        assert not any(each.is_meta for each in tensors(given)), "the given one is left alone"
+        assert not any(tensor.is_meta for tensor in tensors(given)), "the given one is left alone"
         assert other_dtype(given, BF16) is torch.float32 and other_dtype(moved, BF16) is None
 
 

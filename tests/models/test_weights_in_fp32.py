@@ -340,7 +340,7 @@ def test_what_transformers_keeps_in_fp32_stays_so(caplog: pytest.LogCaptureFixtu
     assert "9 weights stay in fp32, as the model's class says, the first is layers.0.gate.bias" in caplog.text
     engine.destroy(remove=True)
     engine = start(job, PLACEMENTS[0], tmp_path, keep_in_fp32=[])
-    assert {each.dtype for each in engine.module.parameters()} == {torch.bfloat16}
+    assert {parameter.dtype for parameter in engine.module.parameters()} == {torch.bfloat16}
     engine.destroy(remove=True)
 
 

@@ -380,7 +380,7 @@ def test_a_checkpoint_converts_moments(before: str, after: str, dtype: str, name
 def assert_close_to_nearest(values: torch.Tensor, exact: torch.Tensor, root: bool) -> None:
     """Each value, or its root, is half a step of its block's codes from the exact one at most."""
     for start_of in range(0, len(exact), BLOCK):
-        left, right = (each[start_of : start_of + BLOCK].double() for each in (values, exact))
+        left, right = (tensor[start_of : start_of + BLOCK].double() for tensor in (values, exact))
         if root:
             left, right = left.sqrt(), right.sqrt()
         step = right.abs().max() / (255 if root else 127)
@@ -448,7 +448,7 @@ def test_masters_are_read_set_and_exported(tmp_path: Path) -> None:
     for name, weight in engine.module.named_parameters():
         offload.safe_set_full_fp32_param(weight, before[name])
     assert_same_tensors(masters(engine), before)
-    assert all(torch.equal(each, nearest(each)) for each in before.values())
+    assert all(torch.equal(tensor, nearest(tensor)) for tensor in before.values())
     name, weight = next(iter(engine.module.named_parameters()))
     values = torch.linspace(-1, 1, weight.numel()).view(weight.shape)
     offload.safe_set_full_fp32_param(weight, values)

@@ -115,7 +115,7 @@ def test_bytes_add_up_and_are_those_of_the_run(case: Case) -> None:
             assert parts.makes_early_updates is bool(memory.early_units)
             spill = parts.gradients.spill
             files = spill.scratch._files if spill._windows else []  # a run without a spill has no windows
-            assert sum(Path(f"/proc/self/fd/{_number(each)}").stat().st_size for each in files) == memory.spilled
+            assert sum(Path(f"/proc/self/fd/{_number(file)}").stat().st_size for file in files) == memory.spilled
             taken = sum(path.stat().st_size for path in folder.rglob("*") if path.is_file())
             if parts.store is not None and memory.slots == 1:  # whose files have no name
                 taken += parts.store._files.states.size()
@@ -167,7 +167,7 @@ class _Alive(TorchDispatchMode):
 
     def __init__(self, model: torch.nn.Module) -> None:
         super().__init__()
-        self._known = {each.untyped_storage()._cdata for each in (*model.parameters(), *model.buffers())}
+        self._known = {parameter.untyped_storage()._cdata for parameter in (*model.parameters(), *model.buffers())}
         self._alive: dict[int, tuple[StorageWeakRef, int]] = {}
         self.peak = 0
 

@@ -261,9 +261,9 @@ def test_with_real_threads_and_drives_the_figures_are_near(
     last = real.simulated(steps + 1, overlap).moved if overlap else Moved()  # the last updates come after the last step
     read = sum(each.moved.read for each in simulations) + last.updates_read
     assert (
-        sum(each.written for each in real.steps)
+        sum(step.written for step in real.steps)
         == sum(each.moved.written for each in simulations) + last.updates_written
     )
-    assert sum(each.read for each in real.steps) == pytest.approx(read, rel=0.25)
+    assert sum(step.read for step in real.steps) == pytest.approx(read, rel=0.25)
     assert [each.uses for each in real.steps] == [each.uses for each in simulations]
     assert real.steps[-1].host_peak <= real.budgets.host and real.steps[-1].device_peak <= real.budgets.device

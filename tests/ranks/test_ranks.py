@@ -596,7 +596,7 @@ def test_the_device_budget_holds_the_whole_gradients(ranks: RankPool, tmp_path: 
     messages = [ranks.run(least_budget, tmp_path, SUMS._replace(stage=stage))[0] for stage in (1, 2)]
     least = [int(re.findall(r"least that works is .*?\((\d+) bytes\)", message)[0]) for message in messages]
     model = SUMS.model()
-    gradients = [each.trainable_stop * FP32 for each in layouts_of(model, find_units(model), 2)]
+    gradients = [unit.trainable_stop * FP32 for unit in layouts_of(model, find_units(model), 2)]
     assert least[0] - least[1] == (sum(gradients) + max(gradients)) - 2 * max(gradients)
     assert 'set "stage": 2, which reduces each micro-batch' in messages[0] and "twice its gradients" in messages[1]
 
@@ -706,7 +706,7 @@ def test_the_device_budget_holds_a_second_set_of_buffers(
     assert messages[2] == messages[stage < 2], "stage 3 overlaps unless the config says otherwise"
     with_it, without = (int(re.findall(r"least that works is .*?\((\d+) bytes\)", each)[0]) for each in messages[:2])
     model = job.model()
-    largest = max(each.trainable_stop * FP32 for each in layouts_of(model, find_units(model), 2))
+    largest = max(unit.trainable_stop * FP32 for unit in layouts_of(model, find_units(model), 2))
     assert with_it - without == buffers * align_up(largest)
     assert ("four times its gradients" in messages[0]) == (stage == 3)
 

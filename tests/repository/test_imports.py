@@ -146,7 +146,7 @@ def private_names(tree: ast.AST) -> Iterator[str]:
     """What is imported from torch, or reached through the name `torch`, by a path with a leading underscore."""
     for node in ast.walk(tree):
         if isinstance(node, ast.ImportFrom) and (node.module or "").split(".")[0] == "torch":
-            paths = [f"{node.module}.{each.name}" for each in node.names]
+            paths = [f"{node.module}.{name.name}" for name in node.names]
         elif isinstance(node, ast.Import):
             paths = [each.name for each in node.names if each.name.split(".")[0] == "torch"]
         elif isinstance(node, ast.Attribute) and _begins_with_torch(node):

@@ -189,7 +189,7 @@ def _compute_late(model: torch.nn.Module, most: float, chance: random.Random) ->
 
 
 def _layers(model: torch.nn.Module) -> list[torch.nn.Module]:
-    return [each for each in model.modules() if isinstance(each, torch.nn.Linear | torch.nn.LayerNorm)]
+    return [module for module in model.modules() if isinstance(module, torch.nn.Linear | torch.nn.LayerNorm)]
 
 
 class _Loop:

@@ -84,7 +84,7 @@ def test_a_training_has_the_same_bits(optimizer: str, dtype: str, tmp_path: Path
     model = Layers()  # a model has the dtypes and the devices with which its script builds it
     job = job._replace(model=lambda: copy.deepcopy(model))
     expected, states = run(job, tmp_path / "expected")
-    assert states and {each.dtype for each in states.values()} == {torch.float32}
+    assert states and {tensor.dtype for tensor in states.values()} == {torch.float32}
     for name, (default, device) in DEFAULTS.items():
         with defaults(default, device):
             result, states_of_another = run(job, tmp_path / name)

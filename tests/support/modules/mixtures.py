@@ -56,7 +56,7 @@ def visits(model: nn.Module) -> Iterator[set[str]]:
 
     def record(name: str) -> Callable[..., None]:
         def before(module: nn.Module, args: Any, kwargs: Any) -> None:
-            chosen = next(each for each in (*args, *kwargs.values()) if each.dtype is torch.int64)
+            chosen = next(tensor for tensor in (*args, *kwargs.values()) if tensor.dtype is torch.int64)
             names.update(f"{name}[{expert}]" for expert in chosen.unique().tolist())
 
         return before
